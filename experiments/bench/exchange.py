@@ -39,6 +39,7 @@ from loka_jax import triton
 from loka_jax.measure.timing import time_chains
 from loka_jax.ops import exchange, row_codec, row_order
 from loka_jax.ops.exchange import Routed
+from loka_jax.ops.joint_collectives import swap
 from loka_jax.ops.row_codec import CODECS, Codec
 from loka_jax.ops.row_order import VIRTUAL_SHARDS, Order
 from loka_jax.ops.tables import TableSpec
@@ -155,8 +156,10 @@ def forms(arguments: Arguments, dim: int) -> dict[str, dict[str, Callable]]:
     return parts
 
 
-def _fetch(codec: Codec, provider: Implementation, on: Operands) -> jax.Array:
-    return exchange.fetch(on.table, on.routed, codec, AXIS, implementation=provider)
+def _fetch(codec: Codec, provider: Implementation | None, on: Operands) -> jax.Array:
+    how: Any = {"implementation": provider}
+    payload = swap(exchange.rows_to_send(on.table, on.routed, codec, **how), AXIS)
+    return exchange.receive_rows(payload, on.routed, codec, on.table.shape[1], **how)
 
 
 def _give_back(codec: Codec, provider: Implementation, on: Operands) -> Any:
@@ -234,6 +237,7 @@ def _operands(
 
     def route(key: jax.Array, capacity: int) -> Any:
         routed, need = exchange.route(ids_of(key), order, capacity, AXIS)
+        routed = routed._replace(asked=swap(routed.asked, AXIS))
         return routed, jax.lax.pmax(need, AXIS)
 
     keys = jax.random.split(jax.random.key(0), devices)
@@ -262,7 +266,7 @@ def _checks(
 
     def check(on: Operands) -> dict[str, Any]:
         fetched = {name: run(on) for name, run in fetches.items()}
-        exact = exchange.fetch(on.table, on.routed, "f32", AXIS)
+        exact = _fetch("f32", None, on)
         largest = jnp.maximum(jnp.max(jnp.abs(exact), axis=1), 1e-30)
         checks = {}
         for name, rows in fetched.items():

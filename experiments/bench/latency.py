@@ -165,7 +165,7 @@ def _ours(
     batch: int,
     errors_of: Callable[[Sequence[Site]], dict[str, RoleErrors]],
 ) -> Iterator[Case]:
-    sites = trained.network.sites_at(DispatchPlan(), batch)
+    sites = trained.network.list_sites(DispatchPlan(), batch)
     plan = plans.make_plan(
         sites,
         local_performance().performance,

@@ -41,11 +41,11 @@ from loka_jax.dispatch.plan import as_json
 from loka_jax.measure.compiling import NO_CAPTURE
 from loka_jax.measure.timing import time_chains
 from loka_jax.terminal import one_line
-from loka_jax.train.build import Run, build
-from loka_jax.train.build_in_turn import built_in_turn
+from loka_jax.train.build import Run, build, build_in_turn
 from loka_jax.train.config import Config
 from loka_jax.train.folder.record import versions
-from loka_jax.train.logs.log_lines import gradient_facts, mesh_facts
+from loka_jax.train.logs.log_lines import over_devices
+from loka_jax.train.mesh.placement import MeshPlacement
 from loka_jax.train.processes.group import Processes, leave, start
 from loka_jax.train.state import TrainState
 
@@ -156,8 +156,7 @@ def measure(
         "skipped": int(held[0].skipped),
         **{name: timing._asdict() for name, timing in times.items()},
         "queue_us": queue_us,
-        **mesh_facts(run),
-        **gradient_facts(run),
+        **over_devices(run),
         "build_s": ready - begun,
         "timing_s": time.perf_counter() - ready,
         "parts": _parts(run, held[0], batches) if has_parts else None,
@@ -187,7 +186,7 @@ def _run_at(
     file = pathlib.Path(options.plans) / f"plan-{point.batch}.json"
     if options.plans and file.exists():
         plan = jsonfile.read(file)
-    run = built_in_turn(processes, lambda plan: build(config, plan, print), plan)
+    run = build_in_turn(processes, lambda plan: build(config, plan, print), plan)
     if options.plans and plan is None and processes.is_first:
         jsonfile.write(file, as_json(run.plan))
     return run
@@ -195,16 +194,17 @@ def _run_at(
 
 def _batch(run: Run, number: int) -> Batch:
     """Returns a training batch on the devices of the run."""
-    train, size, part = run.splits.train, run.config.loop.batch_size, run.part
+    train, size = run.splits.train, run.config.loop.batch_size
+    part = run.placement.part
     batch = train.batch(Position(0, number, 0), size, shuffle=True, part=part)
-    return jax.block_until_ready(placed(batch, run.batch_sharding, part))
+    return jax.block_until_ready(placed(batch, run.placement.sharding, part))
 
 
 def _warmed_up(run: Run, batches: list[Batch]) -> TrainState:
     """Returns the state after steps that set delayed scales and compiled all."""
-    if run.spread is not None:
+    if isinstance(run.placement, MeshPlacement):
         for batch in batches:  # before steps are compiled for lists that are too short
-            run.spread.router(batch)
+            run.placement.router(batch)
     state = run.init()
     for batch in batches[:3]:
         state = run.first_step(state, batch)
@@ -224,7 +224,8 @@ def _steps_on(
     A round goes on where the last one ended: ids of the first batches of a run are
     routed by programs of their own.
     """
-    source, count = iter(run.ahead(batches)), run.config.loop.steps_per_call
+    source = iter(run.placement.look_ahead(batches))
+    count = run.config.loop.steps_per_call
     take_steps = run.train_step(scales_initialized=True, steps=count)
 
     def queue(steps: int) -> jax.Array:
@@ -258,10 +259,10 @@ def _parts(run: Run, state: TrainState, batches: list[Batch]) -> dict[str, Any]:
     state = dataclasses.replace(state, probe={})
     compiled = run.step.lower(state, batches[0]).compile(dict(NO_CAPTURE))
     text = compiled.as_text() or ""
-    if run.spread is None:
+    if not isinstance(run.placement, MeshPlacement):
         chain = chain_of(compiled, [state], batches, READ_STEP)
         return kernels_by_part(text, chain)
-    router, devices = run.spread.router, run.spread.mesh.size
+    router, devices = run.placement.router, run.placement.size
 
     def next_parts(parts: dict[str, Any], held: list) -> dict[str, Any]:
         placed, routed, spent = held

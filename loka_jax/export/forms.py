@@ -65,7 +65,7 @@ def make_form(
     """
     device = _any_device(platform) if by_xla else _device_of(platform)
     with tracing(device) as left_out:
-        sites = trained.network.sites_at(DispatchPlan(), batch_size)
+        sites = trained.network.list_sites(DispatchPlan(), batch_size)
         specs = {site.path: site.spec for site in sites}
         choices, twins = [], {}
         for path, choice in plan.choices:
@@ -111,7 +111,7 @@ def plan_of(
         return DispatchPlan()
     if name == "saved" or platform == "cpu" or not runs_here(platform):
         return saved
-    sites = trained.network.sites_at(DispatchPlan(), batch_size)
+    sites = trained.network.list_sites(DispatchPlan(), batch_size)
     return _dispatch_plan(trained, sites, say)
 
 

@@ -119,7 +119,7 @@ def evaluation_logits(trained: Trained, form: Form, inputs: Inputs) -> np.ndarra
     weights = np.ones(rows, np.float32)
     bags = tuple(Bag(*bag) for bag in inputs.bags)
     batch = Batch(inputs.dense, inputs.ids, labels, weights, bags)
-    step = compiled_eval_step(form.model, trained.network.tables)
+    step = compiled_eval_step(form.model, trained.placement)
     with tracing(form.device):
         _, logits = step(trained.state, metrics.init(tasks=tasks), batch)
     return np.asarray(logits)

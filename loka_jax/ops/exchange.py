@@ -4,13 +4,13 @@ Inside of a `jax.shard_map` with `check_vma=False`. Each of L devices holds the 
 S / L virtual shards (`row_order`), and ids for N lookups. For every id that is there
 once or more it asks the owner for one row:
 
-    route       sort by place  ->  a list of distinct places for each owner  ->  owners
-    fetch       owners read [L C, D] rows  ->  back  ->  each id reads its own
-    give_back   sums of gradients by distinct place  ->  owners
+    ids         sort by place  ->  a list of distinct places for each owner  ->  owners
+    rows        owners read [L C, D] rows  ->  back  ->  each id reads its own
+    gradients   sums by distinct place  ->  owners
 
-Each is what comes before an arrow, an all-to-all, and what comes after it: `listed`,
-`offered` and `received`, `summed` and `arrived`. A caller with several things to send
-sends them at once (`swap`). How rows are cast for the wire is `row_codec`'s.
+An arrow between devices is an all-to-all of the caller, who sends several things at
+once (`joint_collectives.swap`): functions make what is sent, or take what has come. How
+rows are cast for the wire is `row_codec`'s.
 
 Lists have a fixed capacity of C places, as compiled programs have fixed shapes. `need`
 is the length of the longest one: while it is at most C, the result is exact and C
@@ -33,7 +33,6 @@ from loka_jax.ops.embedding import BAD_ID
 from loka_jax.ops.kernels import by_kernel
 from loka_jax.ops.row_codec import Codec
 from loka_jax.ops.row_order import Order, Places
-from loka_jax.ops.swap import swapped
 from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import route as _triton
 from loka_jax.triton.route import Lists
@@ -68,26 +67,11 @@ def route(
 ) -> tuple[Routed, Int[Array, ""]]:
     """Returns the route of the ids, and the longest list of this device.
 
+    `asked` is as it is to be sent: the rows that this device asks of each other one.
+
     Args:
         axis: the mesh axis over which the rows are spread.
         implementation: as in `embedding.sum_by_row`; all have equal results.
-    """
-    how: Any = (places, order, capacity, axis)
-    routed, need = listed(*how, implementation=implementation)
-    return routed._replace(asked=swapped(routed.asked, axis)), need
-
-
-def listed(
-    places: Places,
-    order: Order,
-    capacity: int,
-    axis: str,
-    *,
-    implementation: Implementation | None = None,
-) -> tuple[Routed, Int[Array, ""]]:
-    """Returns what `route` does, but `asked` as it is to be sent.
-
-    The rows that this device asks of each other one. Arguments are those of `route`.
     """
     devices = jax.lax.axis_size(axis)
     how: Any = {"owners": devices, "capacity": capacity}
@@ -111,32 +95,25 @@ def listed(
     return routed, lists.need
 
 
-def fetch(
-    table: Float[Array, "P D"],
-    routed: Routed,
-    codec: Codec,
-    axis: str,
-    *,
-    implementation: Implementation | None = None,
-) -> Float[Array, "N D"]:
-    """Returns the row of each id, zeros where it is ignored or did not fit."""
-    how: Any = {"implementation": implementation}
-    payload = swapped(offered(table, routed, codec, **how), axis)
-    return received(payload, routed, codec, table.shape[-1], **how)
-
-
-def offered(
+def rows_to_send(
     table: Float[Array, "P D"],
     routed: Routed,
     codec: Codec,
     *,
     implementation: Implementation | None = None,
 ) -> Shaped[Array, "L w"]:
-    """Returns the rows that each device asks for, to be sent."""
+    """Returns the rows that each device asks for, to be sent.
+
+    Args:
+        table: this device's part of the table.
+        routed: from `route`, its lists `asked` exchanged.
+        codec: of the rows on the wire.
+        implementation: as in `row_codec.gathered`.
+    """
     return row_codec.gathered(table, routed.asked, codec, implementation=implementation)
 
 
-def received(
+def receive_rows(
     payload: Shaped[Array, "L w"],
     routed: Routed,
     codec: Codec,
@@ -144,44 +121,23 @@ def received(
     *,
     implementation: Implementation | None = None,
 ) -> Float[Array, "N D"]:
-    """Returns the row of each id from what all devices have `offered`."""
+    """Returns the row of each id, zeros where it is ignored or did not fit.
+
+    From what all devices have sent by `rows_to_send`.
+    """
     return row_codec.spread(
         payload, routed.slots, codec, dim, implementation=implementation
     )
 
 
-def received_lists(
+def receive_lists(
     payload: Shaped[Array, "L w"], codec: Codec, dim: int
 ) -> Float[Array, "LC D"]:
     """Returns the rows of the lists: a table for lookups of `slots`, as pooled ones."""
     return row_codec.decode(payload, codec, dim).reshape(-1, dim)
 
 
-def give_back(
-    routed: Routed,
-    grads: Float[Array, "N D"],
-    codec: Codec,
-    axis: str,
-    words: UInt32[Array, "2"],
-    *,
-    replicas: str | None = None,
-    implementation: Implementation | None = None,
-) -> tuple[Int[Array, "K C"], Float[Array, "K C D"]]:
-    """Returns rows of this device's part and their gradients, for `update_rows`.
-
-    Gradients are summed in float32 before they are sent. A row is there once for each
-    device that looked it up, in a list of its own, which ascends.
-
-    Args:
-        words: of this step and device, which decide how codes of 8 bits are rounded.
-        replicas: the mesh axis over which the table is replicated, each replica with
-            ids of its own; all of them get what each got. None if there is one.
-    """
-    payload = summed(routed, grads, codec, words, implementation=implementation)
-    return arrived(swapped(payload, axis), routed, codec, grads.shape[-1], replicas)
-
-
-def summed(
+def sums_to_send(
     routed: Routed,
     grads: Float[Array, "N D"],
     codec: Codec,
@@ -189,7 +145,15 @@ def summed(
     *,
     implementation: Implementation | None = None,
 ) -> Shaped[Array, "L w"]:
-    """Returns the sums of gradients for the owners of their rows, to be sent."""
+    """Returns the float32 sums of gradients for the owners of their rows, to be sent.
+
+    Args:
+        routed: from `route`.
+        grads: a gradient for each id.
+        codec: of the sums on the wire.
+        words: of this step and device, which decide how codes of 8 bits are rounded.
+        implementation: as in `embedding.sum_by_row`.
+    """
     sums = embedding.sum_sorted(
         routed.sorted_slots, routed.order, grads, implementation=implementation
     )
@@ -199,14 +163,26 @@ def summed(
     )
 
 
-def arrived(
+def receive_sums(
     payload: Shaped[Array, "L w"],
     routed: Routed,
     codec: Codec,
     dim: int,
     replicas: str | None = None,
 ) -> tuple[Int[Array, "K C"], Float[Array, "K C D"]]:
-    """Returns what `give_back` does from what all devices have `summed`."""
+    """Returns rows of this device's part and their gradients, for `update_rows`.
+
+    From what all devices have sent by `sums_to_send`. A row is there once for each
+    device that looked it up, in a list of its own, which ascends.
+
+    Args:
+        payload: the sums.
+        routed: from `route`, its lists `asked` exchanged.
+        codec: of the payload.
+        dim: D.
+        replicas: the mesh axis over which the table is replicated, each replica with
+            ids of its own; all of them get what each got. None if there is one.
+    """
     rows = routed.asked
     if replicas is not None:
         rows, payload = (

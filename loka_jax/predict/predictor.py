@@ -30,10 +30,9 @@ from loka_jax.terminal import one_line
 from loka_jax.train import metrics
 from loka_jax.train.config import Config
 from loka_jax.train.folder.source_run import open_run
-from loka_jax.train.mesh.spread import eval_step
 from loka_jax.train.planning import saved_plan
 from loka_jax.train.state import TrainState
-from loka_jax.train.step import past_first_steps
+from loka_jax.train.step import compiled_eval_step, past_first_steps
 
 _GROUP_BYTES = 1 << 28  # of raw rows that are encoded together
 _REFUSAL = (
@@ -188,7 +187,7 @@ def load(
         # Without a choice kernels would run where this machine has them.
         model = nn.Planned(config.model.clone(implementation="xla"), ())
     model = past_first_steps(model, trained.state)
-    run_step = eval_step(model, trained.network.tables, trained.spread)
+    run_step = compiled_eval_step(model, trained.placement)
     return Predictor(config, encoding, saved.step, trained.state, run_step)
 
 

@@ -8,17 +8,16 @@ import optax
 
 from loka_jax import nn
 from loka_jax.data import Schema
-from loka_jax.ops.tables import TableSpec
 from loka_jax.optim.rows import Sgd
 from loka_jax.train import metrics
 from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import Config
 from loka_jax.train.folder.source_run import SourceRun
-from loka_jax.train.mesh.devices import MeshConfig, mesh_of, order_of
-from loka_jax.train.mesh.spread import Spread, layout_of, spread_of
+from loka_jax.train.mesh.devices import MeshConfig, mesh_of
+from loka_jax.train.mesh.placement import placement_of
 from loka_jax.train.network import Network, network
+from loka_jax.train.placement import Placement
 from loka_jax.train.state import TrainState, init_state
-from loka_jax.train.tables.stacks import by_stack
 
 _READ = ("params", "fp8", "batch_stats", "table")  # of a checkpoint's state
 
@@ -27,7 +26,7 @@ class Trained(NamedTuple):
     """A trained model.
 
     Attributes:
-        spread: the tables over several devices; None with one device.
+        placement: the device or devices that the tables are on.
         source: the name of the run's operands in tables; none before training.
     """
 
@@ -36,7 +35,7 @@ class Trained(NamedTuple):
     network: Network
     state: TrainState
     step: int
-    spread: Spread | None = None
+    placement: Placement
     source: str = ""
 
 
@@ -55,34 +54,21 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
     wire = MeshConfig(replicas=1, shards=shards, wire_rows=config.mesh.wire_rows)
     mesh = mesh_of(wire, config.loop.batch_size, 1)
     net = network(config, schema, shards)
-    spread = spread_of(mesh, wire, net.tables, config.embedding.implementation)
+    rows_by = config.embedding.implementation
+    placement = placement_of(mesh, wire, net.tables, rows_by)
     saved = source.saved.only(_READ)
-    template = _template(config, net, len(schema.dense), spread)
-    layout = layout_of(net.tables, spread)
+    shapes = jax.eval_shape(lambda: _initial(config, net, len(schema.dense)))
+    template, layout = placement.template(shapes), placement.layout
     state = _as_state(read_state(source.checkpoints, saved, template, layout))
     name = config.source(source.saved.meta.get("data", {}))
-    return Trained(config, schema, net, state, source.saved.step, spread, name)
+    return Trained(config, schema, net, state, source.saved.step, placement, name)
 
 
 def untrained(config: Config, schema: Schema) -> Trained:
     """Returns the model of a configuration as it is before training."""
     net = network(config, schema)
     state = _as_state(_initial(config, net, len(schema.dense)))
-    return Trained(config, schema, net, state, 0)
-
-
-def _template(
-    config: Config, net: Network, num_dense: int, spread: Spread | None
-) -> dict[str, Any]:
-    """Returns shapes and placement of the part of a state that scores depend on."""
-    shapes = jax.eval_shape(lambda: _initial(config, net, num_dense))
-    if spread is None:
-        return shapes
-
-    def table(spec: TableSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((order_of(spec).places, spec.dim), spec.dtype)
-
-    return spread.placed(shapes | {"table": by_stack(table, net.tables)})
+    return Trained(config, schema, net, state, 0, Placement(net.tables))
 
 
 def _initial(config: Config, net: Network, num_dense: int) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def _loss_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[Array, Array]:
         with nn.overriding(recipes):
-            logits = logits_of(model, run.tables, state, batch)
+            logits = logits_of(model, run.placement.tables, state, batch)
         labels, weights = tasks.labels_and_weights(batch)
         labels = labels.astype(logits.dtype)
         return optax.sigmoid_binary_cross_entropy(logits, labels), weights

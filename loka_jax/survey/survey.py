@@ -247,7 +247,7 @@ def _capture(
     count = min(valid.num_batches(size), config.captured_batches)
     step = jax.jit(
         make_observe_step(
-            *(run.planned, run.tables, Capture(max_rows=config.rows)),
+            *(run.planned, run.placement, Capture(max_rows=config.rows)),
             run.config.optim.task_weights,
         )
     )

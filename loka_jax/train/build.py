@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,41 +13,40 @@ from flax import linen
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding
 
-from loka_jax import nn
+from loka_jax import jsonfile, nn
 from loka_jax.data import (
-    WHOLE,
     Batch,
     Dataset,
-    Part,
     Position,
     Splits,
     open_data,
 )
-from loka_jax.data.prefetch import Prefetcher, placed
+from loka_jax.data.prefetch import Prefetcher
 from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.performance import PerformanceModel
-from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.dispatch.plan import DispatchPlan, as_json
 from loka_jax.dispatch.review import Reviewer
 from loka_jax.measure.compiling import untuned_here
-from loka_jax.ops.tables import Tables
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
 from loka_jax.train import metrics
-from loka_jax.train.checkpoints.row_layout import RowLayout
+from loka_jax.train.checkpoints.orbax_files import meet
 from loka_jax.train.config import Config
-from loka_jax.train.mesh import gradient_sum
-from loka_jax.train.mesh.devices import BATCH, groups_alone, mesh_of, scaled_sums
-from loka_jax.train.mesh.gradient_sum import GradientSum
-from loka_jax.train.mesh.mesh_step import StepOptions, make_mesh_train_step
-from loka_jax.train.mesh.programs import RoutedProgram, TrainStep
-from loka_jax.train.mesh.spread import Spread, eval_step, layout_of, spread_of
-from loka_jax.train.network import network
-from loka_jax.train.planning import choose_plan, resumed_plan
-from loka_jax.train.state import TrainState, init_state
-from loka_jax.train.step import (
-    RowUpdate,
-    make_train_step,
-    one_after_another,
+from loka_jax.train.mesh.devices import (
+    BATCH,
+    GradientSum,
+    choose_gradient_sum,
+    groups_alone,
+    mesh_of,
+    scaled_sums,
 )
+from loka_jax.train.mesh.placement import MeshPlacement, placement_of
+from loka_jax.train.network import network
+from loka_jax.train.placement import Placement
+from loka_jax.train.planning import choose_plan, resumed_plan
+from loka_jax.train.processes.group import Processes
+from loka_jax.train.state import TrainState, init_state
+from loka_jax.train.step import TrainStep, compiled_eval_step, make_train_step
+from loka_jax.train.tables.update import RowUpdate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Run:
         config: of the run.
         splits: the data.
         model: from (dense features, embeddings) to logits.
-        tables: the embedding tables.
+        placement: the device or devices of the run, and its tables.
         list_sites: from a plan to every GEMM of the model at the training batch size,
             in a first step, or if `scales_initialized` in those after it.
         plan: choices for the sites; the modules decide for a site without one.
@@ -69,14 +69,12 @@ class Run:
         row_update: of the tables.
         steps_per_epoch: training batches in an epoch.
         total_steps: steps of the whole run, if nothing ends it early.
-        spread: tables and batches over several devices; None with one device.
-        summed: how dense gradients are summed over them; None with one device.
     """
 
     config: Config
     splits: Splits
     model: linen.Module
-    tables: Tables
+    placement: Placement
     list_sites: Callable[..., tuple[nn.Site, ...]]
     plan: DispatchPlan
     plan_notes: tuple[str, ...]
@@ -86,8 +84,6 @@ class Run:
     row_update: RowUpdate
     steps_per_epoch: int
     total_steps: int
-    spread: Spread | None = None
-    summed: GradientSum | None = None
 
     @functools.cached_property
     def sites(self) -> tuple[nn.Site, ...]:
@@ -118,51 +114,28 @@ class Run:
 
     def init(self) -> TrainState:
         """Returns the state before the first step."""
-        init = functools.partial(
-            init_state,
-            model=self.planned.by_xla(),
-            tables=self.tables,
-            num_dense=len(self.splits.train.schema.dense),
-            optimizer=self.optimizer,
-            row_optimizer=self.row_update.optimizer,
-            init_stddev=self.config.embedding.init_stddev,
-            probe=self.config.probe.config_at(0),
-        )
-        schema = self.splits.train.schema
-        weighted, num_tasks = schema.weighted, len(schema.labels)
+        schema, stddev = self.splits.train.schema, self.config.embedding.init_stddev
 
-        def init_weighted(key):
-            return dataclasses.replace(
-                init(key), metrics=metrics.init(weighted=weighted, tasks=num_tasks)
+        def init(key: jax.Array) -> TrainState:
+            state = init_state(
+                key,
+                model=self.planned.by_xla(),
+                tables=self.placement.tables,
+                num_dense=len(schema.dense),
+                optimizer=self.optimizer,
+                row_optimizer=self.row_update.optimizer,
+                init_stddev=stddev,
+                probe=self.config.probe.config_at(0),
             )
+            seen = metrics.init(weighted=schema.weighted, tasks=len(schema.labels))
+            return dataclasses.replace(state, metrics=seen)
 
         key = jax.random.key(self.config.seed)
-        if self.spread is None:
-            return jax.jit(init_weighted)(key)
-        stddev = self.config.embedding.init_stddev
-        return self.spread.init(init_weighted, key, stddev, self.row_update.optimizer)
+        return self.placement.init(init, key, stddev, self.row_update.optimizer)
 
     def template(self) -> dict[str, Any]:
         """Returns shapes and placement of the parts of a state; none is computed."""
-        shapes = jax.eval_shape(lambda: vars(self.init()))
-        return shapes if self.spread is None else self.spread.placed(shapes)
-
-    @property
-    def layout(self) -> RowLayout:
-        """The order of the tables' rows."""
-        return layout_of(self.tables, self.spread)
-
-    @property
-    def batch_sharding(self) -> jax.sharding.Sharding | None:
-        """Where batches lie; None for JAX's default device."""
-        return None if self.spread is None else self.spread.router.sharding
-
-    @property
-    def part(self) -> Part:
-        """The part of each batch that this process reads."""
-        if self.spread is None:
-            return WHOLE
-        return Part(jax.process_index(), jax.process_count())
+        return self.placement.template(jax.eval_shape(lambda: vars(self.init())))
 
     def prefetched(self, start: Position, num_batches: int | None = None) -> Prefetcher:
         """Returns training batches from a position on, to be used as a context.
@@ -178,23 +151,9 @@ class Run:
             shuffle=True,
             num_batches=num_batches,
             depth=max(4, 2 * self.config.loop.steps_per_call),  # of two calls
-            sharding=self.batch_sharding,
-            part=self.part,
+            sharding=self.placement.sharding,
+            part=self.placement.part,
         )
-
-    def ahead(
-        self, batches: Iterable[tuple[Position, Batch]]
-    ) -> Iterable[tuple[Position, Batch]]:
-        """Returns the batches, each with what its step needs begun a step before."""
-        return batches if self.spread is None else self.spread.router.ahead(batches)
-
-    def synced(self, state: TrainState) -> TrainState:
-        """Returns a state that all groups of devices have alike.
-
-        Between training steps they may not (`row_sync`), and whatever else reads the
-        tables needs them so. The state is donated.
-        """
-        return state if self.spread is None else self.spread.sync(state)
 
     @property
     def first_step(self) -> TrainStep:
@@ -226,7 +185,18 @@ class Run:
             model = dataclasses.replace(
                 self.planned, scales_initialized=scales_initialized
             )
-            self.compiled_steps[key] = self._train_step(model, probe, steps)
+            step = make_train_step(
+                *(model, self.placement, self.optimizer, self.row_update),
+                microbatches=self.config.loop.microbatches,
+                dropout_seed=self.config.seed,
+                probe=probe,
+                task_weights=self.config.optim.task_weights,
+            )
+            # The steps until all delayed scales are initialized are one or a few.
+            is_first = self.planned.is_delayed and not scales_initialized
+            options = untuned_here() if is_first else {}
+            program = self.placement.train_program(step, steps, options)
+            self.compiled_steps[key] = TrainStep(program, is_observed=probe is not None)
         return self.compiled_steps[key]
 
     @functools.cached_property
@@ -237,19 +207,17 @@ class Run:
         return {}
 
     @functools.cached_property
-    def compiled_eval_steps(
-        self,
-    ) -> dict[nn.Planned, jax.stages.Wrapped | RoutedProgram]:
+    def compiled_eval_steps(self) -> dict[nn.Planned, Any]:
         """The evaluation steps used so far, by their models."""
         return {}
 
-    def eval_step(self, model: nn.Planned) -> jax.stages.Wrapped | RoutedProgram:
+    def eval_step(self, model: nn.Planned) -> Any:
         """Returns the evaluation step of a model that has the run's variables.
 
         It is the same for the same model.
         """
         if model not in self.compiled_eval_steps:
-            self.compiled_eval_steps[model] = eval_step(model, self.tables, self.spread)
+            self.compiled_eval_steps[model] = compiled_eval_step(model, self.placement)
         return self.compiled_eval_steps[model]
 
     def read(self, dataset: Dataset, step: int) -> Batch:
@@ -257,44 +225,15 @@ class Run:
 
         Of several processes, each reads its part.
         """
-        place, size, part = Position(0, step, 0), self.config.loop.batch_size, self.part
-        batch = dataset.batch(place, size, shuffle=False, part=part)
-        if self.spread is None:
-            return batch
-        return placed(batch, self.batch_sharding, part)
+        size, part = self.config.loop.batch_size, self.placement.part
+        batch = dataset.batch(Position(0, step, 0), size, shuffle=False, part=part)
+        return self.placement.put(batch)
 
     def fetched(self, tree: Any) -> Any:
         """Returns arrays in host memory, whole in each of several processes."""
-        if self.part.count == 1:
+        if self.placement.part.count == 1:
             return jax.device_get(tree)
         return process_allgather(tree, tiled=True)
-
-    def _train_step(
-        self, model: nn.Planned, probe: nn.ProbeConfig | None, steps: int
-    ) -> TrainStep:
-        parts = (model, self.tables, self.optimizer, self.row_update)
-        # The steps until all delayed scales are initialized are one or a few.
-        is_first = self.planned.is_delayed and not model.scales_initialized
-        compiler_options = untuned_here() if is_first else {}
-        options = StepOptions(
-            microbatches=self.config.loop.microbatches,
-            dropout_seed=self.config.seed,
-            probe=probe,
-            task_weights=self.config.optim.task_weights,
-        )
-        if self.spread is None or self.summed is None:
-            step = make_train_step(*parts, **options._asdict())
-            program = jax.jit(
-                one_after_another(step),
-                donate_argnums=0,
-                compiler_options=compiler_options,
-            )
-        else:
-            step = make_mesh_train_step(
-                *parts, self.spread.wire, options, self.summed.wire
-            )
-            program = self.spread.train_program(step, steps, compiler_options)
-        return TrainStep(program, is_observed=probe is not None)
 
 
 def build(
@@ -306,10 +245,8 @@ def build(
     """Returns the run that `config` describes.
 
     Args:
-        config: the run.
         saved: the plan of the checkpoint being resumed, as JSON values; None to choose
             a plan by the configuration.
-        say: takes lines on the progress of tuning.
         base: a folder with the encoding to use; None to learn one from the data.
 
     Raises:
@@ -321,7 +258,7 @@ def build(
     devices = 1 if mesh is None else mesh.size
     groups = groups_alone(mesh, config.mesh)
     tables, list_sites, *_ = network(config, splits.train.schema, devices)
-    spread = spread_of(
+    placement = placement_of(
         *(mesh, config.mesh, tables, config.embedding.implementation),
         steps_per_call=loop.steps_per_call,
     )
@@ -341,7 +278,7 @@ def build(
         config=config,
         splits=splits,
         model=config.model,
-        tables=tables,
+        placement=placement,
         list_sites=list_sites,
         plan=planned.plan,
         plan_notes=planned.notes,
@@ -351,16 +288,57 @@ def build(
         row_update=_row_update(config, total_steps, groups),
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
-        spread=spread,
     )
-    if mesh is None:
+    if not isinstance(placement, MeshPlacement):
         return run
     params = run.template()["params"]
-    summed = gradient_sum.choose(config.collectives, params, mesh.size)
-    notes = (*run.plan_notes, summed.note)
+    gradient_sum = choose_gradient_sum(config.collectives, params, placement.size)
+    notes = (*run.plan_notes, gradient_sum.note)
     if groups > 1 and config.optim.rows == "rowwise_adagrad":
         notes = (*notes, scaled_sums(groups, config.optim))
-    return dataclasses.replace(run, summed=summed, plan_notes=notes)
+    placement = dataclasses.replace(placement, gradient_sum=gradient_sum)
+    return dataclasses.replace(run, placement=placement, plan_notes=notes)
+
+
+def build_in_turn(
+    processes: Processes, build_run: Callable[[Any], Run], plan: Any
+) -> Run:
+    """Returns the run, built by the first of several processes before the others.
+
+    They find the data that it has converted, and follow its plan and its choice of how
+    gradients are summed.
+
+    Args:
+        build_run: builds it, with a plan as JSON values, or None to choose one.
+        plan: of the checkpoint to go on from; None without one.
+
+    Raises:
+        ValueError: if several processes do not train on all of their devices.
+    """
+    first = build_run(plan) if processes.is_first else None
+    meet(processes, "built")
+    chosen = "" if first is None else jsonfile.dumps(_chosen(first))
+    chosen = json.loads(processes.same(chosen))
+    run = first or build_run(chosen["plan"])
+    placement = run.placement
+    if processes.count == 1:
+        return run
+    if placement.size != jax.device_count():
+        raise ValueError(
+            f"{processes.count} processes have {jax.device_count()} devices, and "
+            f"--mesh.replicas x --mesh.shards are {placement.size}: use all of them, "
+            "or start fewer processes."
+        )
+    assert isinstance(placement, MeshPlacement)
+    gradient_sum = GradientSum(**chosen["gradients"])
+    placement = dataclasses.replace(placement, gradient_sum=gradient_sum)
+    # By times that each has measured for itself they would change it differently.
+    return dataclasses.replace(run, placement=placement, reviewer=None)
+
+
+def _chosen(run: Run) -> dict[str, Any]:
+    """Returns what all processes must do alike, as JSON values."""
+    return {"plan": as_json(run.plan), **run.placement.choices()}
 
 
 def _row_update(config: Config, total_steps: int, groups: int) -> RowUpdate:

@@ -24,8 +24,11 @@ from loka_jax.optim import OptimConfig
 from loka_jax.options import require
 from loka_jax.probe.site import ProbeSettings
 from loka_jax.recipe import INITIALIZED, get_recipe
-from loka_jax.train.mesh.devices import MeshConfig, require_averages
-from loka_jax.train.mesh.gradient_sum import CollectivesConfig
+from loka_jax.train.mesh.devices import (
+    CollectivesConfig,
+    MeshConfig,
+    require_averages,
+)
 from loka_jax.train.tables.embedding_config import EmbeddingConfig
 
 _LONGEST_WATCH = 1_000_000  # seconds; a thread cannot wait for ever

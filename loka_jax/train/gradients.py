@@ -88,7 +88,7 @@ def _divisor(state: TrainState, total_weight: Array) -> Array:
     return jnp.where(total_weight > 0, total_weight, 1.0)
 
 
-def accumulated(
+def accumulate(
     gradients, count, is_probed, state: TrainState, batch, rows, key, total_weight=None
 ):
     """Returns the result of `gradients`, accumulated over parts of the batch."""

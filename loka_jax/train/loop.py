@@ -100,7 +100,7 @@ class Loop:
         self._clock.restart()
         start = self.progress.position
         with self.run.prefetched(start, self._remaining()) as batches:
-            source = iter(self.run.ahead(batches))
+            source = iter(self.run.placement.look_ahead(batches))
             while pairs := list(itertools.islice(source, self._steps_at_once())):
                 self._look_at_operands(pairs[0][1])
                 self.step(pairs)
@@ -322,7 +322,7 @@ class Loop:
 
     def _sync(self):
         """Makes the tables of all groups equal, before they are read."""
-        self.state = self.run.synced(self.state)
+        self.state = self.run.placement.sync(self.state)
 
     def _evaluate(self):
         self._tick()
@@ -367,6 +367,6 @@ class Loop:
             "plan": as_json(self.run.plan),
             "data": self.run.splits.identity,
             "encoding": self.run.splits.encoding_digest,
-            row_layout.KEY: self.run.layout.shards,
-            **log_lines.gradient_facts(self.run),
+            row_layout.KEY: self.run.placement.layout.shards,
+            **self.run.placement.choices(),
         }

@@ -1,6 +1,5 @@
 """The model of a run without its data: its tables, and the GEMMs of a step."""
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,24 +20,18 @@ class Network(NamedTuple):
     Attributes:
         tables: the embedding tables.
         list_sites: from a plan to every GEMM of the model at the training batch size,
-            in a first step, or if `scales_initialized` in those after it.
-        sites_at: the same from a plan and a number of rows.
+            or for other `rows`, in a first step, or if `scales_initialized` in those
+            after it.
         inputs: from a number of rows to the shapes of the model's inputs.
     """
 
     tables: Tables
     list_sites: Callable[..., tuple[nn.Site, ...]]
-    sites_at: Callable[[DispatchPlan, int], tuple[nn.Site, ...]]
     inputs: Callable[[int], tuple[jax.ShapeDtypeStruct, ...]]
 
 
 def network(config: Config, schema: Schema, devices: int = 1) -> Network:
     """Returns the tables and sites of the model for data of this schema.
-
-    Args:
-        config: the run.
-        schema: of the data.
-        devices: over which a batch is spread.
 
     Raises:
         ValueError: if the data have no categorical column, or other tasks than the
@@ -67,13 +60,13 @@ def network(config: Config, schema: Schema, devices: int = 1) -> Network:
         shapes = (len(schema.dense),), (len(schema.fields), dim)
         return tuple(jax.ShapeDtypeStruct((rows, *x), jnp.float32) for x in shapes)
 
-    def sites_at(
-        plan: DispatchPlan, rows: int, *, scales_initialized: bool = False
+    def list_sites(
+        plan: DispatchPlan, rows: int = rows, *, scales_initialized: bool = False
     ) -> tuple[nn.Site, ...]:
         planned = nn.Planned(config.model, plan.choices, scales_initialized)
         return nn.list_sites(planned, *inputs(rows))
 
-    return Network(tables, functools.partial(sites_at, rows=rows), sites_at, inputs)
+    return Network(tables, list_sites, inputs)
 
 
 def _check_ids(batch_size: int, schema: Schema):

@@ -104,7 +104,7 @@ def initial_state(run: Run, source: SourceRun) -> TrainState:
         source.checkpoints,
         source.saved.only(_CARRIED),
         {name: template[name] for name in _CARRIED},
-        run.layout,
+        run.placement.layout,
     )
     state["opt_state"] = _restarted(state["opt_state"])
     return TrainState(**state, **jax.jit(fresh)())  # makes no second table

@@ -59,10 +59,6 @@ def choose_plan(
     """Returns the plan that `--plan` asks for.
 
     Args:
-        config: the run.
-        sites: of its model.
-        steps: of the run.
-        say: takes lines on the progress of tuning.
         source: the name of its operands, whose errors count (`Config.source`).
 
     Raises:
@@ -116,13 +112,8 @@ def _observed_if_worth(
     """Returns the plan, with a run observed if unknown errors keep FP8 out.
 
     Args:
-        chosen: the plan, by times.
-        config: the run.
-        sites: of its model.
-        steps: of the run.
         make_plan: makes a plan by what is known of times.
         hopeful: the same, as if all FP8 that lacks errors were accurate.
-        say: takes lines on the progress of checking.
     """
     before, seconds = chosen.performance, config.dispatch.check_seconds
     assert before is not None
@@ -153,11 +144,6 @@ def _observed_if_worth(
 
 def resumed_plan(config: Config, value: Any, sites: Sequence[Site]) -> ChosenPlan:
     """Returns the plan of a checkpoint, with what live errors may change it by.
-
-    Args:
-        config: the run.
-        value: the plan as JSON values.
-        sites: of its model.
 
     Raises:
         ValueError: if the plan cannot run here.

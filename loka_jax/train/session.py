@@ -21,8 +21,7 @@ from loka_jax.data.shards import ShardFolder
 from loka_jax.report import write_run_page
 from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train import next_day
-from loka_jax.train.build import Run, build
-from loka_jax.train.build_in_turn import built_in_turn
+from loka_jax.train.build import Run, build, build_in_turn
 from loka_jax.train.checkpoints.checkpoint import Checkpoints, require_space
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.checkpoints.row_layout import read_state
@@ -97,8 +96,6 @@ def train(
     """Trains the run that `config` describes.
 
     Args:
-        config: the run.
-        arguments: the command line, for the record.
         console: where to print; the standard output if None.
         script: name of the script in experiments/, for the record.
 
@@ -134,9 +131,8 @@ def train(
         config = _observed_as(saved, config)
         base = next_day.base_of(saved, source, workdir)
         build_run = functools.partial(_build, config, console, display, base=base)
-        run = built_in_turn(processes, build_run, _plan_of(saved or source))
-        if saved is not None:
-            _require_same_data(saved, run)
+        run = build_in_turn(processes, build_run, _plan_of(saved or source))
+        _require_same_data(saved, run)
         loop = _open_loop(stack, run, saved or source, record, folders, display)
         if source is not None:
             with display.doing("evaluating"):
@@ -146,19 +142,18 @@ def train(
         with stop.deferred():  # a run that is stopped before leaves nothing
             _begin_record(record, loop, is_new=saved is None)
             loop.train(stop)
-        run = loop.run  # sites may have been demoted
-        record.write_sites([site.as_row() for site in run.running_sites])
+        record.write_sites([site.as_row() for site in loop.run.running_sites])
         with display.doing("evaluating"):
             summary = summarize(loop, stop, record)
-        command = shlex.join(["python", f"experiments/{script}", *arguments])
-        record.write_summary(summary | {"command": spoken(command)})
+        command = spoken(shlex.join(["python", f"experiments/{script}", *arguments]))
         page = workdir / "report.html"
+        record.write_summary(summary | {"command": command})
         if processes.is_first:
             with display.doing("writing the report"):
                 write_run_page(page, read_run(workdir))
         display.close()
         print_end(console, summary, page, loop.saved_step())
-        return Trained(stop.exit_code, workdir, run, loop.state)
+        return Trained(stop.exit_code, workdir, loop.run, loop.state)
 
 
 def standard_output() -> Console:
@@ -186,8 +181,8 @@ def _build(
     schema = run.splits.train.schema
     dims = config.embedding.dims_of(schema.fields, schema.owners)
     print_columns(console, run.splits.report, dims)
-    if run.spread is not None:
-        console.print(used_devices(run.spread.mesh))
+    if run.placement.size > 1:
+        console.print(used_devices(*run.placement.shape))
     print_sites(console, run.running_sites)
     print_plan(console, run.plan, run.plan_notes)
     if note := _host_note(run):
@@ -202,12 +197,13 @@ def _build(
 
 def _host_note(run: Run) -> str | None:
     """Returns what several steps a call may save of a run over several GPUs."""
-    config, spread = run.config, run.spread
-    if spread is None or jax.default_backend() != "gpu" or config.mesh.sync_every > 1:
+    config, placement = run.config, run.placement
+    is_on_gpus = placement.size > 1 and jax.default_backend() == "gpu"
+    if not is_on_gpus or config.mesh.sync_every > 1:
         return None
-    size = config.loop.batch_size // spread.mesh.size
+    size = config.loop.batch_size // placement.size
     workload = workload_of(config, run.splits.train.schema, size)
-    return host_note(workload, Mesh(*spread.mesh.devices.shape), run.total_steps)
+    return host_note(workload, Mesh(*placement.shape), run.total_steps)
 
 
 def _plan_of(start: Saved | SourceRun | None) -> Any:
@@ -221,7 +217,6 @@ def _observed_as(saved: Saved | None, config: Config) -> Config:
 
     Args:
         saved: the checkpoint to go on from; None leaves the choice to the plan.
-        config: of the run.
     """
     if saved is None or config.probe.every is not None:
         return config
@@ -230,8 +225,10 @@ def _observed_as(saved: Saved | None, config: Config) -> Config:
     return dataclasses.replace(config, probe=probe)
 
 
-def _require_same_data(saved: Saved, run: Run):
+def _require_same_data(saved: Saved | None, run: Run):
     """Raises ValueError if a checkpoint was trained on other data than the run's."""
+    if saved is None:
+        return
     changed = jsonfile.explain_mismatch(saved.meta.get("data"), run.splits.identity)
     if changed:
         raise ValueError(
@@ -295,8 +292,8 @@ def _open_loop(
     progress = Progress(position=Position(0, 0, config.seed))
     if saved is not None:
         with display.doing("reading the checkpoint"):
-            parts = (folders.newest, saved, vars(state), run.layout, config.identity())
-            state = TrainState(**read_state(*parts))
+            parts = vars(state), run.placement.layout, config.identity()
+            state = TrainState(**read_state(folders.newest, saved, *parts))
         progress = Progress.from_json(saved.meta.get("progress", {}))
         display.say(resuming(saved.step, run.total_steps, config.loop))
     elif config.run.resume:

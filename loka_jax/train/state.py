@@ -18,7 +18,7 @@ from loka_jax.nn import (
 from loka_jax.ops import embedding
 from loka_jax.ops.tables import MixedTables, Tables
 from loka_jax.train import metrics
-from loka_jax.train.tables.stacks import by_stack, projected
+from loka_jax.train.tables.stacks import by_stack, project
 
 
 @struct.dataclass
@@ -76,16 +76,11 @@ def init_state(
     Args:
         key: random key of the initial values.
         model: maps dense features and embeddings to logits.
-        tables: the embedding tables.
-        num_dense: number of dense features.
-        optimizer: optimizer of the dense parameters.
-        row_optimizer: optimizer of the tables' rows.
-        init_stddev: standard deviation of the tables' initial values.
         probe: how Probe observes sites; None for no Probe.
     """
     model_key, table_key = jax.random.split(key)
     with probing(probe):
-        variables = projected(model, tables).init(
+        variables = project(model, tables).init(
             model_key,
             jnp.zeros((1, num_dense)),
             by_stack(lambda spec: jnp.zeros((1, len(spec.rows), spec.dim)), tables),
@@ -119,7 +114,6 @@ def table_keys(key: Array, tables: Tables) -> Any:
 
     Args:
         key: the second of the two that the key of `init_state` splits into.
-        tables: the embedding tables.
     """
     if isinstance(tables, MixedTables):
         return tuple(jax.random.split(key, len(tables.stacks)))

@@ -13,7 +13,6 @@ def steps_at_once(config: Config, step: int, steps_per_epoch: int, end: int) -> 
     """Returns the number of steps of the next call: `loop.steps_per_call` or 1.
 
     Args:
-        config: of the run.
         step: steps taken so far.
         steps_per_epoch: the default of `loop.eval_every`.
         end: the run's last step.

@@ -93,9 +93,6 @@ def print_end(
     """Prints the quality of a run and where its report is, or how to resume it.
 
     Args:
-        console: where to print.
-        summary: of `summarize`.
-        report: path of the page.
         saved: step of the newest checkpoint, None without one.
     """
     final = summary["final_eval"]

@@ -83,11 +83,8 @@ def evaluated(
     """Returns the numbers of an evaluation, see `by_task`.
 
     Args:
-        names: the tasks.
-        seen: the metrics of all examples.
         logits: float32 [N], or [N, T] of several tasks.
         labels: of the same shape; NaN where one is missing.
-        weights: of the examples.
     """
     numbers = {}
     for task, (name, part) in enumerate(

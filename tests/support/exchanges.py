@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from loka_jax.ops import embedding, exchange, row_order
+from loka_jax.ops.joint_collectives import swap
 from loka_jax.ops.row_order import Order
-from loka_jax.ops.swap import swapped
 from loka_jax.ops.tables import TableSpec
 from loka_jax.unbiased import words_of
 
@@ -23,20 +23,27 @@ def step(table, ids, weights, grads, *, capacity, replicas=None, codec="f32"):
     places = row_order.places_of_ids(SPEC, ids, ORDER)
     places = places.where(weights[:, None] > 0, ORDER.shards)
     places = jax.tree.map(jnp.ravel, places)
-    routed, need = exchange.route(places, ORDER, capacity, "shard")
-    payload = exchange.offered(table, routed, "f32")
-    got = exchange.received_lists(swapped(payload, "shard"), "f32", DIM)
-    each = exchange.fetch(table, routed, "f32", "shard").reshape(*ids.shape, DIM)
+    routed, need = route(places, capacity)
+    payload = swap(exchange.rows_to_send(table, routed, "f32"), "shard")
+    got = exchange.receive_lists(payload, "f32", DIM)
+    each = exchange.receive_rows(payload, routed, "f32", DIM)
+    each = each.reshape(*ids.shape, DIM)
     rows = embedding.lookup(got, routed.slots).reshape(*ids.shape, DIM)
     rows = jnp.where(rows == each, rows, jnp.nan)
     flat = grads.reshape(-1, DIM)
     words = words_of(jax.random.key(0), "shard", 1)[0]
-    how = dict(replicas=replicas)
-    given, sums = exchange.give_back(routed, flat, codec, "shard", words, **how)
+    payload = swap(exchange.sums_to_send(routed, flat, codec, words), "shard")
+    given, sums = exchange.receive_sums(payload, routed, codec, DIM, replicas)
     sums = sums.astype(table.dtype)
     total = jnp.zeros_like(table).at[given].add(sums, mode="drop")
     times = jnp.zeros(len(table)).at[given].add(1.0, mode="drop")
     return rows, total, times, need
+
+
+def route(places, capacity):
+    """Returns the route of places with its lists exchanged, and the need."""
+    routed, need = exchange.route(places, ORDER, capacity, "shard")
+    return routed._replace(asked=swap(routed.asked, "shard")), need
 
 
 def table():

@@ -17,6 +17,7 @@ from experiments.configs import find_config
 from loka_jax.data.generated import schema_of
 from loka_jax.predict import trained
 from loka_jax.train.network import network
+from loka_jax.train.placement import Placement
 
 # What jax needs: a clean environment has nothing else.
 NEEDED = re.compile(
@@ -64,4 +65,5 @@ def blank_dlrm(**options) -> trained.Trained:
     shapes = jax.eval_shape(lambda: trained._initial(config, net, len(schema.dense)))
     # Put on the device, not made there: nothing is compiled.
     zeros = jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
-    return trained.Trained(config, schema, net, trained._as_state(zeros), 0)
+    place = Placement(net.tables)
+    return trained.Trained(config, schema, net, trained._as_state(zeros), 0, place)

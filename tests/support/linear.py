@@ -11,7 +11,9 @@ from flax import linen
 from loka_jax.data import Batch
 from loka_jax.ops.tables import TableSpec
 from loka_jax.train import metrics
+from loka_jax.train.placement import Placement, one_after_another
 from loka_jax.train.state import TrainState, init_state
+from loka_jax.train.step import make_train_step
 
 TABLES = TableSpec(rows=(20, 10, 5), dim=4)
 FIRST_ROWS = np.array([0, 20, 30])
@@ -73,6 +75,12 @@ def expected(state: TrainState, batch: Batch, task_weights=(1.0,)):
     np.add.at(of_rows, batch.ids + FIRST_ROWS, by_id)
     gradients = {"kernel": inputs.T @ slopes, "bias": slopes.sum(0, keepdims=True)}
     return logits, gradients, of_rows
+
+
+def step_of(model, *parts, tables=TABLES, **options):
+    """Returns the training step of one device, from a state and a batch to a state."""
+    step = make_train_step(model, Placement(tables), *parts, **options)
+    return jax.jit(one_after_another(step))
 
 
 def sgd() -> optax.GradientTransformation:

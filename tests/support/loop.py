@@ -28,9 +28,10 @@ from loka_jax.train.folder.record import RunRecord
 from loka_jax.train.logs.profiler import Profiler
 from loka_jax.train.logs.progress import TrainingProgress
 from loka_jax.train.loop import Loop
-from loka_jax.train.mesh.programs import TrainStep
+from loka_jax.train.placement import Placement
 from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.state import TrainState
+from loka_jax.train.step import TrainStep
 from loka_jax.train.watch.host_state import Progress
 from tests.support import train as support
 
@@ -105,6 +106,27 @@ class Steps(TrainStep):
         return dataclasses.replace(state, **jax.tree.map(jnp.asarray, new))
 
 
+class StandInPlacement(Placement):
+    """A placement that lists what is asked of it."""
+
+    def __init__(self, events: list[str]):
+        super().__init__(TABLES)
+        vars(self)["events"] = events
+
+    @property
+    def layout(self) -> RowLayout:
+        return RowLayout(TABLES, 256)
+
+    def look_ahead(self, batches):
+        self.events.append("ahead")
+        return batches
+
+    def sync(self, state):
+        self.events.append("sync")
+        table = np.full(state.table.shape, SYNCED, np.float32)
+        return dataclasses.replace(state, table=jnp.asarray(table))
+
+
 class StandInRun(Run):
     """A run over four and a half batches an epoch.
 
@@ -115,15 +137,12 @@ class StandInRun(Run):
 
     def __init__(self, config, events: list[str], total_steps: int):
         vars(self).update(config=config, splits=_splits(), plan=DispatchPlan())
-        vars(self).update(list_sites=lambda *_, **__: (), reviewer=None, tables=TABLES)
+        vars(self).update(list_sites=lambda *_, **__: (), reviewer=None)
         vars(self).update(steps_per_epoch=STEPS_PER_EPOCH, total_steps=total_steps)
-        vars(self).update(schedule=lambda step: step / 100, spread=None, summed=None)
+        vars(self).update(schedule=lambda step: step / 100)
+        vars(self).update(placement=StandInPlacement(events))
         self.events, self.calls, self.read_from = events, [], []
         self.losses, self.skipped, self.errors, self.steps = {}, set(), {}, {}
-
-    @property
-    def layout(self) -> RowLayout:
-        return RowLayout(TABLES, 256)
 
     init = lambda self: start_state()  # noqa: E731
     template = lambda self: jax.eval_shape(lambda: vars(start_state()))  # noqa: E731
@@ -145,18 +164,9 @@ class StandInRun(Run):
             yield position, Batch(ones[:, None], ids, ones, ones)
             position = next_position(position, STEPS_PER_EPOCH)
 
-    def ahead(self, batches):
-        self.events.append("ahead")
-        return batches
-
     def train_step(self, *, scales_initialized, probe=None, steps=1):
         how = dict(scales_initialized=scales_initialized, probe=probe, steps=steps)
         return self.steps.setdefault(tuple(how.values()), Steps(self, how))
-
-    def synced(self, state):
-        self.events.append("sync")
-        table = np.full(state.table.shape, SYNCED, np.float32)
-        return dataclasses.replace(state, table=jnp.asarray(table))
 
 
 class _Record(RunRecord):

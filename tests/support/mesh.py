@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from loka_jax import nn, scaling
@@ -28,17 +29,19 @@ from loka_jax.recipe import get_recipe
 from loka_jax.train import metrics, tasks
 from loka_jax.train import step as step_lib
 from loka_jax.train.gradients import Gradients, gradients_of
-from loka_jax.train.mesh.devices import BATCH, REPLICA, SHARD
-from loka_jax.train.mesh.mesh_step import StepOptions
+from loka_jax.train.mesh.devices import AXES, BATCH, REPLICA, SHARD, GradientSum
+from loka_jax.train.mesh.placement import placement_of
+from loka_jax.train.placement import Placement, one_after_another
 from loka_jax.train.state import TrainState, init_state
-from loka_jax.train.step import RowUpdate, make_train_step
+from loka_jax.train.step import make_train_step
+from loka_jax.train.tables.update import RowUpdate
 
 SIZE, DELAYED = 64, "fp8_tensorwise_delayed"
 TABLES = TableSpec(rows=(7, 6), dim=4, pooling=("mean",))  # the second of lists
 ROWS, PADDING_ROWS = TABLES.total_rows, (6, 12)
 OPTIMIZER = optax.chain(clip_by_global_norm(0.05), optax.adam(0.01))
 ROW_UPDATE = RowUpdate(Adam(eps=1e-3), optax.exponential_decay(0.1, 1, 0.5), 0.0)
-OPTIONS = StepOptions(dropout_seed=7, task_weights=(1.0, 3.0))
+OPTIONS = dict(dropout_seed=7, task_weights=(1.0, 3.0))
 
 
 class Model(linen.Module):
@@ -117,11 +120,11 @@ def step_by_parts(devices):
     with pytest.MonkeyPatch.context() as patch:
         by_parts = functools.partial(gradients_by_parts, devices)
         patch.setattr(step_lib, "gradients_of", by_parts)
-        options = OPTIONS._asdict()
-        return make_train_step(MODEL, TABLES, OPTIMIZER, ROW_UPDATE, **options)
+        parts = MODEL, Placement(TABLES), OPTIMIZER, ROW_UPDATE
+        return one_after_another(make_train_step(*parts, **OPTIONS))
 
 
-def gradients_by_parts(devices, network, probe, weights, state, batch, rows, key):
+def gradients_by_parts(devices, network, probe, weights, state, batch, rows, key, _):
     """Returns gradients as of devices with a part of the batch each."""
     one = functools.partial(gradients_of, network, probe, weights)
     total_weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
@@ -141,6 +144,14 @@ def gradients_by_parts(devices, network, probe, weights, state, batch, rows, key
     params = jax.tree.map(lambda x: jnp.sum(x, axis=0), grads.params)
     fp8 = jax.tree.map(lambda x: jnp.max(x, axis=0), grads.fp8)
     return jnp.sum(loss), logits, stats, Gradients(params, rows, fp8, {})
+
+
+def placement(config, gradients="f32", tables=TABLES):
+    """Returns a placement whose part of a step runs on virtual devices."""
+    one = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), AXES)
+    made = placement_of(one, config, tables)
+    how = GradientSum(gradients, "as asked", 0)
+    return dataclasses.replace(made, gradient_sum=how)
 
 
 def in_order_of_mesh(parts, rows):

@@ -77,7 +77,8 @@ def build(config, saved=None, say=print, base=None):
         config.optim, plateau_patience=None, plateau_factor=0.1, best_by="ne"
     )
     steps = None if optim.decay == "constant" else run.total_steps
-    sizes = (run.tables.rows, run.tables.dim, config.loop.batch_size, steps)
+    stack = run.placement.tables
+    sizes = (stack.rows, stack.dim, config.loop.batch_size, steps)
     model = (repr(config.model), run.plan.choices)
     key = (model, repr(optim), sizes, config.seed, run.config.probe, repr(config.mesh))
     if key not in _made:

@@ -29,12 +29,13 @@ TRAIN = """
 processes tables metrics
 checkpoints state tasks
 gradients
+placement
 step
 mesh
 config
 network planning
 planner build
-build_in_turn watch
+watch
 evaluation
 logs steps_per_call
 folder

@@ -43,34 +43,13 @@ def training(
         "skipped_steps": skipped,
         "bad_ids": int(state.bad_ids),
         **memory_bytes(),
-        **mesh_facts(run),
-    }
-
-
-def mesh_facts(run: Run) -> dict[str, Any]:
-    """Returns the mesh, and the lengths of the lists between its devices.
-
-    Lists have a capacity by stack of tables, and climb where it was too small for a
-    batch. {} with one device.
-    """
-    if run.spread is None:
-        return {}
-    router = run.spread.router
-    return {
-        "mesh": " x ".join(map(str, run.spread.mesh.devices.shape)),
-        "list_capacity": jax.tree.leaves(router.capacity),
-        "list_climbs": router.climbs,
+        **run.placement.numbers(),
     }
 
 
 def over_devices(run: Run) -> dict[str, Any]:
     """Returns what several devices do of a run, for its summary; {} with one."""
-    return mesh_facts(run) | gradient_facts(run)
-
-
-def gradient_facts(run: Run) -> dict[str, Any]:
-    """Returns how dense gradients are summed, and why; {} with one device."""
-    return {} if run.summed is None else {"gradients": run.summed._asdict()}
+    return run.placement.numbers() | run.placement.choices()
 
 
 def evaluation(progress: Progress, values: dict[str, Any]) -> dict[str, Any]:

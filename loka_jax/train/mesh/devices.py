@@ -1,4 +1,4 @@
-"""The devices of a run, and what lies where on them.
+"""The devices of a run, what lies where on them, and how their gradients are summed.
 
 mesh ("replica", "shard"), M x L devices
 batches     spread over all devices
@@ -7,15 +7,19 @@ the rest    on all devices
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from loka_jax import triton
+from loka_jax.dispatch import gradient_wire
+from loka_jax.ops.collectives import Wire
 from loka_jax.ops.row_codec import Codec
 from loka_jax.ops.row_order import VIRTUAL_SHARDS, Order
 from loka_jax.ops.tables import Tables, TableSpec
@@ -29,6 +33,8 @@ REPLICA, SHARD = AXES = ("replica", "shard")
 BATCH = P(AXES)
 _ROWS = P(SHARD)
 _ON_SHARDS = ("table", "row_state")  # of the state
+_FLOAT32_BYTES = 4
+_MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +80,20 @@ class MeshConfig:
         require(is_part, "--mesh.shards", shards, allowed)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectivesConfig:
+    """Sums over several devices.
+
+    Attributes:
+        gradients: how dense gradients travel: "f32" is exact up to the order of
+            addition, "bf16" and "int8" round; "auto" takes the fastest by what was
+            measured on such GPUs, and "f32" on GPUs that were not. With one device
+            nothing travels.
+    """
+
+    gradients: gradient_wire.Option = "auto"
+
+
 def require_averages(
     config: MeshConfig, optim: OptimConfig, embedding: EmbeddingConfig
 ) -> None:
@@ -106,7 +126,6 @@ def mesh_of(config: MeshConfig, batch_size: int, microbatches: int) -> Mesh | No
     """Returns the mesh of a run, None for one device.
 
     Args:
-        config: of the mesh.
         batch_size: examples in a step, of all devices together.
         microbatches: parts of a batch.
 
@@ -177,11 +196,10 @@ def group_counts(devices: int) -> list[int]:
     ]
 
 
-def used_devices(mesh: Mesh) -> str:
+def used_devices(groups: int, shards: int) -> str:
     """Returns a sentence that says how many devices a run uses, and in which groups."""
-    groups, shards = mesh.devices.shape
     return (
-        f"Devices: {mesh.size} of {jax.device_count()}, in {groups} "
+        f"Devices: {groups * shards} of {jax.device_count()}, in {groups} "
         f"{'group' if groups == 1 else 'groups'} of {shards}."
     )
 
@@ -226,7 +244,7 @@ def state_specs() -> dict[str, P]:
     return dict.fromkeys(names, P()) | dict.fromkeys(_ON_SHARDS, _ROWS)
 
 
-def mapped(
+def map_shards(
     function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
     """Returns the `shard_map` of a function that may use empty arrays."""
@@ -250,3 +268,54 @@ def mapped(
 def shardings(mesh: Mesh, specs: Any) -> Any:
     """Returns partition specs as shardings of a mesh."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+class GradientSum(NamedTuple):
+    """How the dense gradients of a run are summed over its devices.
+
+    Attributes:
+        wire: how they travel.
+        reason: a sentence.
+        num_bytes: of all of them in float32.
+    """
+
+    wire: Wire
+    reason: str
+    num_bytes: int
+
+    @property
+    def note(self) -> str:
+        """A sentence for the user."""
+        size = f"{self.num_bytes / _MIB:.3g} MiB"
+        return f"Dense gradients, {size}, are summed in {self.wire}: {self.reason}."
+
+
+def choose_gradient_sum(
+    config: CollectivesConfig, params: Any, devices: int
+) -> GradientSum:
+    """Returns how the gradients of some parameters are summed.
+
+    Raises:
+        ValueError: if the times that were measured cannot be read.
+    """
+    sizes = (math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    num_bytes = _FLOAT32_BYTES * sum(sizes)
+    chosen = gradient_wire.choose_wire(
+        config.gradients,
+        num_bytes,
+        device=_device(),
+        devices=devices,
+        hosts=gradient_wire.read() if config.gradients == "auto" else (),
+        has_kernels=triton.why_not_here() is None,
+    )
+    return GradientSum(*chosen, num_bytes)
+
+
+def _device() -> str:
+    """Returns the kind of the GPUs, and how many hosts they are in if several.
+
+    What was measured was measured in one host; links between hosts are others.
+    """
+    kind = jax.devices()[0].device_kind
+    count = hosts(os.environ)
+    return kind if count == 1 else f"{kind} of {count} hosts"

@@ -11,7 +11,6 @@ the weight of the whole batch and the number of bad ids.
 
 import collections
 import dataclasses
-import functools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,13 +26,19 @@ from jaxtyping import Array, Float, Int
 from loka_jax.data import Batch, Position
 from loka_jax.ops import exchange
 from loka_jax.ops.exchange import Routed
-from loka_jax.ops.swap import swapped
+from loka_jax.ops.joint_collectives import gather_all, swap
 from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.train import tasks
-from loka_jax.train.mesh import few_numbers
-from loka_jax.train.mesh.devices import BATCH, SHARD, mapped, order_of, shardings
+from loka_jax.train.mesh.devices import (
+    AXES,
+    BATCH,
+    SHARD,
+    map_shards,
+    order_of,
+    shardings,
+)
 from loka_jax.train.tables import lookup
-from loka_jax.train.tables.stacks import by_stack, regrouped, split
+from loka_jax.train.tables.stacks import by_stack, regroup, split
 from loka_jax.triton import Implementation
 
 _LEAST = 16  # places in a list
@@ -45,25 +50,36 @@ _CLIMB = 1.5
 _AHEAD = 3  # steps; with fewer the host waits for the last that it launched
 
 
+class Counts(NamedTuple):
+    """Counts of a batch that all devices need, or those of a device's part of it.
+
+    Attributes:
+        need: the length of the longest list of any device, by stack.
+        bad_ids: number of ids out of range.
+        weight: of the examples; [T] of several tasks.
+    """
+
+    need: Any
+    bad_ids: Int[Array, ""]
+    weight: Float[Array, ""] | Float[Array, "T"]
+
+
 class RoutedBatch(NamedTuple):
     """The result of routing a batch, which its step takes.
 
     Attributes:
         routes: of the ids, by stack.
-        need: the length of the longest list of any device, by stack.
-        bad_ids: number of ids out of range.
-        total_weight: of the examples; [T] of several tasks.
+        counts: of the batch.
     """
 
     routes: Any
-    need: Any
-    bad_ids: Int[Array, ""]
-    total_weight: Float[Array, ""] | Float[Array, "T"]
+    counts: Counts
 
     @property
     def missing(self) -> list[Any]:
         """Places that the longest list of each stack needs beyond its capacity."""
-        return jax.tree.leaves(jax.tree.map(operator.sub, self.need, self.capacity))
+        need = self.counts.need
+        return jax.tree.leaves(jax.tree.map(operator.sub, need, self.capacity))
 
     @property
     def capacity(self) -> Any:
@@ -75,41 +91,36 @@ class RoutedBatch(NamedTuple):
         )
 
 
-class Counts(NamedTuple):
-    """A device's counts of its part of a batch, which all devices need.
+class Routing(NamedTuple):
+    """The routed batch of a step, and the part of the step in routing a later one.
 
     Attributes:
-        need: the length of the longest list, by stack.
-        bad_ids: number of ids out of range.
-        weight: of the examples; [T] of several tasks.
+        batch: the routed batch.
+        counts: of the later batch, of this device; after the step those of all devices
+            along axis 0.
+        asked: the lists that this device asks of others for the later batch; after the
+            step those that others ask of it.
+        before: after the step, the rows that `RowSync` averages as they were.
     """
 
-    need: Any
-    bad_ids: Int[Array, ""]
-    weight: Float[Array, ""] | Float[Array, "T"]
+    batch: RoutedBatch
+    counts: Any = ()
+    asked: Any = ()
+    before: Any = None
 
+    @property
+    def bad_ids(self) -> Int[Array, ""]:
+        """Number of ids of the batch out of range."""
+        return self.batch.counts.bad_ids
 
-class Ahead(NamedTuple):
-    """A batch that was routed ahead of its step.
-
-    Attributes:
-        routed: the routed batch, on the devices.
-        needs: the `need` of all batches that the same program has routed, along axis 0,
-            in the host's memory: reading one from a device takes 0.3 ms.
-        place: of this batch along that axis.
-    """
-
-    routed: RoutedBatch
-    needs: Any
-    place: int
-
-    def need(self) -> Any:
-        """Returns the length of the longest list, by stack, once the program has it."""
-        return jax.tree.map(lambda x: np.asarray(x)[self.place], self.needs)
+    @property
+    def total_weight(self) -> Float[Array, ""] | Float[Array, "T"]:
+        """Weight of the examples of the batch; [T] of several tasks."""
+        return self.batch.counts.weight
 
 
 _EVERYWHERE: Any = P()
-SPECS = RoutedBatch(BATCH, _EVERYWHERE, _EVERYWHERE, _EVERYWHERE)
+SPECS: Any = RoutedBatch(BATCH, _EVERYWHERE)
 
 
 def routed_specs(count: int) -> tuple[Any, P]:
@@ -125,22 +136,21 @@ def routed_shardings(mesh: Mesh, count: int) -> tuple[Any, NamedSharding]:
 
 def with_needs(routed: Sequence[RoutedBatch]) -> tuple[tuple[RoutedBatch, ...], Any]:
     """Returns what a program that routes batches returns: them, and all `need`s."""
-    needs = jax.tree.map(lambda *x: jnp.stack(x), *(one.need for one in routed))
+    needs = jax.tree.map(lambda *x: jnp.stack(x), *(one.counts.need for one in routed))
     return tuple(routed), needs
 
 
-def asked(routes: Any) -> list[Array]:
+def lists_asked(routes: Any) -> list[Array]:
     """Returns the lists `asked` of every stack."""
     return [route.asked for route in jax.tree.leaves(routes, is_leaf=_is_routed)]
 
 
-def agreed(routes: Any, arrived: list[Array], each: Counts) -> RoutedBatch:
+def routed_batch(routes: Any, arrived: list[Array], each: Counts) -> RoutedBatch:
     """Returns a routed batch from what devices have exchanged.
 
     Args:
         routes: of the ids of this device's part, by stack.
         arrived: the lists that other devices ask this one for, by stack.
-        each: the counts of all devices, along axis 0.
     """
     rest = iter(arrived)
     routes = jax.tree.map(
@@ -148,7 +158,7 @@ def agreed(routes: Any, arrived: list[Array], each: Counts) -> RoutedBatch:
     )
     need = jax.tree.map(lambda x: jnp.max(x, axis=0), each.need)
     bad, weight = (jnp.sum(x, axis=0, dtype=x.dtype) for x in each[1:])
-    return RoutedBatch(routes, need, bad, weight)
+    return RoutedBatch(routes, Counts(need, bad, weight))
 
 
 def capacity_for(need: float, most: int) -> int:
@@ -183,14 +193,7 @@ class Router:
         implementation: Implementation | None = None,
         steps_per_call: int = 1,
     ):
-        """Takes the parts of a run.
-
-        Args:
-            mesh: of the run.
-            tables: spread over the mesh.
-            implementation: of the lists.
-            steps_per_call: the most steps of a call.
-        """
+        """Takes the parts of a run."""
         self._most = by_stack(
             lambda spec: order_of(spec).places // mesh.shape[SHARD], tables
         )
@@ -202,10 +205,21 @@ class Router:
             maxlen=self._ahead + steps_per_call
         )
         self._spent: list[RoutedBatch] = []
-        self._tables, self._implementation = tables, implementation
+        self._tables = tables
+        self._implementation: Implementation | None = implementation
         self.sharding = shardings(mesh, BATCH)
+
+        def route(capacity: Any, batch: Batch) -> Any:
+            def routed(batch: Batch) -> Any:
+                routes, counts = self.part(capacity, batch)
+                arrived = swap(lists_asked(routes), SHARD)
+                each = gather_all(counts, AXES)
+                return with_needs([routed_batch(routes, arrived, each)])
+
+            return map_shards(routed, mesh, BATCH, routed_specs(1))(batch)
+
         self._run = jax.jit(
-            functools.partial(_route, mesh, self.part),
+            route,
             static_argnums=0,
             in_shardings=self.sharding,
             out_shardings=routed_shardings(mesh, 1),
@@ -218,7 +232,7 @@ class Router:
             return batch
         return jax.device_put(batch, self.sharding)
 
-    def ahead(
+    def look_ahead(
         self, batches: Iterable[tuple[Position, Batch]]
     ) -> Iterator[tuple[Position, Batch]]:
         """Yields each batch after the router has taken those that steps look ahead."""
@@ -233,11 +247,10 @@ class Router:
     def __call__(self, batch: Batch) -> tuple[Batch, RoutedBatch]:
         """Returns a batch on its devices, and the routed batch."""
         coming = self._find(batch)
-        placed, ahead = coming.placed, coming.ahead
-        while ahead is None or not self._fits(ahead):
-            ahead = self._alone(placed)
+        while coming.routed is None or not self._fits(coming):
+            self._route_alone(coming)
         self._has_routed = True
-        return placed, ahead.routed
+        return coming.placed, coming.routed
 
     def together(
         self, batches: Sequence[Batch]
@@ -254,20 +267,19 @@ class Router:
         """Returns the batches that the steps of `batches` route, on their devices.
 
         Args:
-            batches: of the steps.
             placed: the same on their devices; returned if no later batch is known.
         """
         return tuple(x.placed for x in self._followers(batches)) or placed
 
-    def spent(self, placed: Sequence[Batch]) -> tuple[RoutedBatch, ...]:
+    def take_spent(self, placed: Sequence[Batch]) -> tuple[RoutedBatch, ...]:
         """Returns as many routed batches that no step needs any more, to write over.
 
         They are those of former steps, or `placed`, routed, if these are too few.
         """
         former = [x for x in self._spent if x.capacity == self.capacity]
         reused, self._spent = former[: len(placed)], former[len(placed) :]
-        lacking = placed[len(reused) :]
-        return *reused, *(self._alone(x).routed for x in lacking)
+        lacking = [_Coming(x, x) for x in placed[len(reused) :]]
+        return *reused, *map(self._route_alone, lacking)
 
     def keep(
         self,
@@ -278,33 +290,39 @@ class Router:
         """Keeps what the steps of `batches` leave for later steps.
 
         Args:
-            batches: of the steps.
             routed: the same, routed; later steps may write over them.
             routed_later: what the steps have routed, as `with_needs` has it.
         """
         self._spent += routed
         for coming in self._coming:
             if any(coming.batch is batch for batch in batches):
-                coming.ahead = None
+                coming.routed = None
         later, needs = routed_later
         for i, coming in enumerate(self._followers(batches)):
-            coming.ahead = Ahead(later[i], needs, i)
+            coming.routed, coming.needs, coming.place = later[i], needs, i
 
     def part(self, capacity: Any, batch: Batch) -> tuple[Any, Counts]:
         """Returns the routes of a device's part of a batch, by stack, and its counts.
 
         To be run under a `shard_map`. The lists `asked` are not exchanged yet.
-
-        Args:
-            capacity: the places of a list, for each stack.
-            batch: the part.
         """
-        return _route_part(self._tables, self._implementation, capacity, batch)
 
-    def _alone(self, placed: Batch) -> Ahead:
+        def one(spec: TableSpec, part: Batch, capacity: int):
+            order = order_of(spec)
+            places, bad = lookup.places(spec, part, order)
+            how: Any = (places, order, capacity, SHARD)
+            return *exchange.route(*how, implementation=self._implementation), bad
+
+        routed = by_stack(one, self._tables, split(self._tables, batch), capacity)
+        routes, need, bad = regroup(self._tables, routed)
+        weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
+        return routes, Counts(need, jax.tree.reduce(jnp.add, bad), weight)
+
+    def _route_alone(self, coming: "_Coming") -> RoutedBatch:
         """Routes a batch by a separate program."""
-        (routed,), needs = self._run(self.capacity, placed)
-        return Ahead(routed, needs, 0)
+        (routed,), needs = self._run(self.capacity, coming.placed)
+        coming.routed, coming.needs, coming.place = routed, needs, 0
+        return routed
 
     def _find(self, batch: Batch) -> "_Coming":
         matches = (x for x in self._coming if x.batch is batch)
@@ -322,17 +340,16 @@ class Router:
             return []
         return list(self._coming)[-len(batches) :]
 
-    def _fits(self, ahead: Ahead) -> bool:
+    def _fits(self, coming: "_Coming") -> bool:
         """Returns whether all lists fit; raises the capacity if they do not."""
-        routed = ahead.routed._replace(need=ahead.need())
-        if any(missing > 0 for missing in routed.missing):
-            self.capacity = jax.tree.map(
-                self._enough, routed.need, self.capacity, self._most
-            )
+        assert coming.routed is not None
+        need, capacity = coming.need(), coming.routed.capacity
+        if any(jax.tree.leaves(jax.tree.map(operator.gt, need, capacity))):
+            self.capacity = jax.tree.map(self._enough, need, self.capacity, self._most)
             self.climbs += self._has_routed
             return False
         # Routed before the last climb: steps of both capacities would take turns.
-        return routed.capacity == self.capacity
+        return capacity == self.capacity
 
     def _enough(self, need: Any, capacity: int, most: int) -> int:
         if need <= capacity:
@@ -343,37 +360,26 @@ class Router:
 
 @dataclasses.dataclass
 class _Coming:
-    """A batch, the same on its devices, and once routed, what that gave."""
+    """A batch that is to come.
+
+    Attributes:
+        batch: as the host has it.
+        placed: the same on its devices.
+        routed: the same, routed, once it is.
+        needs: the `need` of all batches that the same program has routed, along axis 0,
+            in the host's memory: reading one from a device takes 0.3 ms.
+        place: of this batch along that axis.
+    """
 
     batch: Batch
     placed: Batch
-    ahead: Ahead | None = None
+    routed: RoutedBatch | None = None
+    needs: Any = None
+    place: int = 0
 
-
-def _route(mesh: Mesh, part: Any, capacity: Any, batch: Batch) -> Any:
-    """Returns a batch that is spread over all devices, routed, as `with_needs`."""
-
-    def routed(batch: Batch) -> Any:
-        routes, counts = part(capacity, batch)
-        arrived = swapped(asked(routes), SHARD)
-        return with_needs([agreed(routes, arrived, few_numbers.gathered(counts))])
-
-    return mapped(routed, mesh, in_specs=BATCH, out_specs=routed_specs(1))(batch)
-
-
-def _route_part(
-    tables: Tables, implementation, capacity: Any, batch: Batch
-) -> tuple[Any, Counts]:
-    def one(spec: TableSpec, part: Batch, capacity: int):
-        order = order_of(spec)
-        places, bad = lookup.places(spec, part, order)
-        how: Any = (places, order, capacity, SHARD)
-        return *exchange.listed(*how, implementation=implementation), bad
-
-    routed = by_stack(one, tables, split(tables, batch), capacity)
-    routes, need, bad = regrouped(tables, routed)
-    weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
-    return routes, Counts(need, jax.tree.reduce(jnp.add, bad), weight)
+    def need(self) -> Any:
+        """Returns the length of the longest list, by stack, once the program has it."""
+        return jax.tree.map(lambda x: np.asarray(x)[self.place], self.needs)
 
 
 def _is_routed(x: Any) -> bool:

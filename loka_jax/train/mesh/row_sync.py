@@ -19,12 +19,13 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, UInt32
 
 from loka_jax.ops import row_average
 from loka_jax.ops.embedding import BAD_ID
@@ -41,27 +42,34 @@ from loka_jax.train.mesh.devices import (
 )
 from loka_jax.train.mesh.routing import capacity_for
 from loka_jax.train.state import TrainState
-from loka_jax.train.step import update_table
-from loka_jax.train.tables.stacks import by_stack, regrouped
+from loka_jax.train.tables.stacks import by_stack, regroup
+from loka_jax.train.tables.update import RowUpdate, update_table
+from loka_jax.triton import Implementation
 from loka_jax.unbiased import words_of
 
 _ROWS = P(SHARD)
 
 
-def update_alone(table, row_state, touched, how, lr):
+def update_alone(
+    table,
+    row_state,
+    touched,
+    row_update: RowUpdate,
+    lr: Array,
+    enabled: Array,
+    wire: MeshConfig,
+    words: UInt32[Array, "2"],
+):
     """Returns a table and its optimizer's state after a step of this group.
 
     And the rows as they were, None if they have been averaged already.
 
     Args:
-        table: this device's part of it.
-        row_state: of the row optimizer.
-        touched: rows [K, C], and their gradients from this group.
-        how: row update, wire, whether the step is taken, and words that decide how
-            changes of rows are rounded on the wire.
-        lr: learning rate of the rows.
+        table, row_state, touched, row_update, lr, enabled: as of `update_table`, of
+            rows [K, C] and their gradients from this group.
+        wire: how changes of rows travel, and when they are averaged.
+        words: decide how they are rounded.
     """
-    row_update, wire, enabled, words = how
     rows, grads = touched
     rows = jnp.where(enabled, rows.reshape(-1), BAD_ID)
     grads = grads.reshape(-1, grads.shape[-1]).astype(jnp.float32)
@@ -71,10 +79,9 @@ def update_alone(table, row_state, touched, how, lr):
     if wire.sync_every > 1:
         return table, row_state, before
     before, _ = row_average.distinct([before], len(table))
-    implementation = row_update.implementation
     averaged = row_average.average(
         *(table, row_state, before, wire.wire_gradients, REPLICA, words),
-        implementation=implementation,
+        implementation=row_update.implementation,
     )
     return *averaged, None
 
@@ -94,7 +101,7 @@ class RowSync:
         mesh: Mesh,
         wire: MeshConfig,
         tables: Tables,
-        implementation: Literal["xla"] | None,
+        implementation: Implementation | None,
     ):
         """Takes the mesh, how rows travel on it, the tables, and what sums rows."""
         self._mesh, self._tables, self._every = mesh, tables, wire.sync_every
@@ -160,7 +167,7 @@ def _distinct(mesh: Mesh, tables: Tables, log: tuple[Any, ...]):
         return distinct, jax.lax.pmax(count, AXES)
 
     def every(log):
-        return regrouped(tables, by_stack(one, tables, *log))
+        return regroup(tables, by_stack(one, tables, *log))
 
     return jax.shard_map(
         every, mesh=mesh, in_specs=BATCH, out_specs=(BATCH, P()), check_vma=False
@@ -171,7 +178,6 @@ def _averaged(mesh: Mesh, tables: Tables, average, capacity, *parts: Any):
     """Returns tables and optimizer's states with the rows in lists averaged.
 
     Args:
-        mesh, tables: of the run.
         average: `row_average.average`.
         capacity: entries of a list that are used, by stack.
         parts: tables, states, lists, and the number of the step.
@@ -186,7 +192,7 @@ def _averaged(mesh: Mesh, tables: Tables, average, capacity, *parts: Any):
             before = jax.tree.map(lambda x: x[:capacity], before)
             return average(table, state, before, words=words)
 
-        return regrouped(tables, by_stack(one, tables, capacity, *parts))
+        return regroup(tables, by_stack(one, tables, capacity, *parts))
 
     return jax.shard_map(
         every,

@@ -60,11 +60,6 @@ def places(
 
     The order is that of `row_gradients`. Padding is ignored: examples of weight 0, and
     values in lists that are missing or have weight 0.
-
-    Args:
-        tables: the embedding tables.
-        batch: the batch.
-        order: of the rows over devices.
     """
     single = tables.num_single
     is_example = jnp.asarray(batch.weights)[:, None] > 0
@@ -93,7 +88,6 @@ def at_slots(batch: Batch, slots: Int[Array, "N"]) -> BatchIds:
     """Returns what `find` does, with the slots of fetched rows as ids.
 
     Args:
-        batch: the batch.
         slots: of the ids, in the order of `places`.
     """
     sizes = [batch.ids.size, *(bag.ids.size for bag in batch.bags)]
@@ -132,12 +126,6 @@ def row_gradients(
     """Returns the touched rows and their gradients, for `embedding.update_rows`.
 
     Padding rows carry no gradient; leaving them out keeps moments untouched too.
-
-    Args:
-        tables: the embedding tables.
-        batch_ids: the ids that were looked up.
-        grads: the gradients of `embeddings`.
-        weights: of the examples.
     """
     present = weights[:, None] > 0
     ids = jnp.where(present, batch_ids.ids, embedding.BAD_ID)

@@ -39,7 +39,6 @@ def by_stack(function: Callable[..., Any], tables: Tables, *parts: Any) -> Any:
 
     Args:
         function: of a stack's spec, and its part of each of `parts`.
-        tables: the tables.
         parts: what belongs to the only stack, or a tuple with what belongs to each.
     """
     if isinstance(tables, TableSpec):
@@ -47,7 +46,7 @@ def by_stack(function: Callable[..., Any], tables: Tables, *parts: Any) -> Any:
     return tuple(map(function, tables.stacks, *parts))
 
 
-def regrouped(tables: Tables, results: Any) -> Any:
+def regroup(tables: Tables, results: Any) -> Any:
     """Returns the results of `by_stack` by their parts, where they are tuples.
 
     Of two stacks ((a1, b1), (a2, b2)) becomes ((a1, a2), (b1, b2)).
@@ -71,7 +70,7 @@ def split(tables: Tables, batch: Batch) -> Any:
     return tuple(map(part, tables.fields))
 
 
-def projected(model: Model, tables: Tables) -> "Model | Projected":
+def project(model: Model, tables: Tables) -> "Model | Projected":
     """Returns the model; for several stacks it takes the embeddings of each."""
     return model if isinstance(tables, TableSpec) else Projected(model, tables)
 

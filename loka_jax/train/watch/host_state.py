@@ -115,7 +115,8 @@ def restored(checkpoints: Checkpoints, saved: Saved, run: Run) -> Moment:
     """Returns a run as it was when a checkpoint was saved."""
     run = run.replanned(saved_plan(saved.meta["plan"], run.sites))
     # Shapes only: a second state beside the run's might not fit on the device.
-    state = TrainState(**read_state(checkpoints, saved, run.template(), run.layout))
+    layout = run.placement.layout
+    state = TrainState(**read_state(checkpoints, saved, run.template(), layout))
     return Moment(run, state, Progress.from_json(saved.meta["progress"]))
 
 

@@ -26,7 +26,6 @@ from loka_jax.scaling import init_delayed
 from loka_jax.site import Choice
 from loka_jax.train import tasks
 from loka_jax.train.build import Run
-from loka_jax.train.mesh.mesh_step import look_up_everywhere
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import make_observe_step, named_sites
 from loka_jax.train.watch.host_state import Progress
@@ -165,18 +164,13 @@ def look_step(
     if not sites:
         return None
     recipes = tuple(dict.fromkeys(site.recipe for site in sites.values()))
-    parts, limits = run.config.loop.microbatches, run.config.dispatch.limits
-    if run.spread is not None:  # all devices look at the part of one of them
-        parts *= run.spread.mesh.size
+    limits = run.config.dispatch.limits
+    # All devices look at the part of one of them.
+    parts = run.config.loop.microbatches * run.placement.size
     parts *= -(-run.config.loop.batch_size // (parts * MAX_EXAMPLES))
     observer = Capture(recipes=recipes, max_rows=MAX_ROWS, copies=parts)
-    observed = run.planned, run.tables, observer, run.config.optim.task_weights
-    if run.spread is None:
-        observe = make_observe_step(*observed)
-    else:
-        observe = run.spread.everywhere(
-            make_observe_step(*observed, look_up_everywhere)
-        )
+    task_weights = run.config.optim.task_weights
+    observe = make_observe_step(run.planned, run.placement, observer, task_weights)
 
     def look(state: TrainState, batch: Batch) -> Look:
         total_weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)

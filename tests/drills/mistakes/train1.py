@@ -4,6 +4,7 @@ from tests.drills.mistakes import Mistake
 
 LOOP = "loka_jax/train/loop.py"
 STEP = "loka_jax/train/step.py"
+PLACEMENT = "loka_jax/train/placement.py"
 
 MISTAKES = [
     Mistake(
@@ -50,21 +51,21 @@ MISTAKES = [
     ),
     Mistake(
         "Adam moves the rows of padding",
-        STEP,
-        "functools.partial(lookup.row_gradients, weights=weights),",
-        "functools.partial(lookup.row_gradients, weights=jnp.ones_like(weights)),",
+        PLACEMENT,
+        "lookup.row_gradients(spec, ids, grads, weights)",
+        "lookup.row_gradients(spec, ids, grads, jnp.ones_like(weights))",
         "unit/train/step_test.py",
     ),
     Mistake(
         "features that are not finite are not looked for",
         STEP,
-        "values = (loss, grad_norm, optax.tree.norm(row_grads), features)",
-        "values = (loss, grad_norm, optax.tree.norm(row_grads))",
+        "all_finite(optax.tree.norm(grads.rows), batch.dense)",
+        "all_finite(optax.tree.norm(grads.rows))",
         "unit/train/step_test.py",
     ),
     Mistake(
         "a skipped step advances the rows' schedule",
-        STEP,
+        PLACEMENT,
         "row_update.learning_rate(state.step - state.skipped)",
         "row_update.learning_rate(state.step)",
         "unit/train/step_test.py",

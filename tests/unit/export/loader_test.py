@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loka_jax.export import loader
-from loka_jax.train.step import INFERENCE_OPTIONS
+from loka_jax.train.placement import INFERENCE_OPTIONS
 
 
 def model_of(sizes, tasks=("label",)):

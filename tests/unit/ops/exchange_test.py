@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from loka_jax.ops import exchange, row_order
+from loka_jax.ops.joint_collectives import swap
 from loka_jax.ops.row_order import Order
 from loka_jax.ops.tables import TableSpec
 from tests.support import exchanges as support
@@ -79,11 +80,12 @@ def test_what_travels_has_the_bytes_of_the_codec():
     def step(table, ids, grads):
         places = row_order.places_of_ids(support.SPEC, ids, support.ORDER)
         places = jax.tree.map(jnp.ravel, places)
-        routed, _ = exchange.route(places, support.ORDER, 16, "shard")
-        got = exchange.fetch(table, routed, "bf16", "shard")
-        flat = grads.reshape(-1, support.DIM)
-        how, words = dict(replicas="replica"), jnp.zeros(2, jnp.uint32)
-        return got, *exchange.give_back(routed, flat, "int8", "shard", words, **how)
+        routed, _ = support.route(places, 16)
+        rows = swap(exchange.rows_to_send(table, routed, "bf16"), "shard")
+        got = exchange.receive_rows(rows, routed, "bf16", support.DIM)
+        flat, words = grads.reshape(-1, support.DIM), jnp.zeros(2, jnp.uint32)
+        sums = swap(exchange.sums_to_send(routed, flat, "int8", words), "shard")
+        return got, *exchange.receive_sums(sums, routed, "int8", 4, "replica")
 
     specs = (P("shard"), P(AXES), P(AXES))
     mapped = jax.shard_map(

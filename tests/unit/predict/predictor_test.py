@@ -91,8 +91,8 @@ def test_what_has_no_scores_is_refused(tmp_path):
             by.scores(given)
 
 
-STAND_INS = ("open_run", "read_trained", "load_encoding", "saved_plan", "eval_step")
-STAND_INS += ("past_first_steps", "Predictor", "nn")
+STAND_INS = ("open_run", "read_trained", "load_encoding", "saved_plan")
+STAND_INS += ("compiled_eval_step", "past_first_steps", "Predictor", "nn")
 
 
 def loaded(**options):
@@ -116,8 +116,8 @@ def test_the_saved_plan_runs_unless_it_is_off():
     planned = seen.nn.Planned.return_value
     seen.past_first_steps.assert_called_once_with(planned, run.state)
     model = seen.past_first_steps.return_value
-    seen.eval_step.assert_called_once_with(model, run.network.tables, run.spread)
-    step = seen.eval_step.return_value
+    seen.compiled_eval_step.assert_called_once_with(model, run.placement)
+    step = seen.compiled_eval_step.return_value
     parts = (source.config, encoding, source.saved.step, run.state, step)
     seen.Predictor.assert_called_once_with(*parts)
 

@@ -1,7 +1,6 @@
 """What is made from a configuration before anything is trained."""
 
 import dataclasses
-from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -12,11 +11,10 @@ from loka_jax import nn
 from loka_jax.data import WHOLE, Position
 from loka_jax.optim import OptimConfig, make_schedule
 from loka_jax.train import build as build_lib
-from loka_jax.train import build_in_turn
-from loka_jax.train.build import build
+from loka_jax.train.build import build, build_in_turn
 from loka_jax.train.config import EmbeddingConfig
-from loka_jax.train.mesh.devices import MeshConfig
-from loka_jax.train.mesh.gradient_sum import GradientSum
+from loka_jax.train.mesh.devices import GradientSum, MeshConfig
+from loka_jax.train.placement import Placement
 from loka_jax.train.processes.group import Processes
 from tests.support import train as support
 from tests.support import without_data
@@ -60,23 +58,21 @@ def test_the_seed_decides_the_start():
 
 @pytest.fixture
 def make_train_step(monkeypatch):
-    """Lets programs be the options that they are compiled with."""
+    """Lets programs be what they are compiled of."""
     made = mock.Mock(return_value="step")
     monkeypatch.setattr(build_lib, "untuned_here", lambda: {"tuned": False})
-    monkeypatch.setattr(build_lib, "one_after_another", lambda step: f"several {step}")
     monkeypatch.setattr(build_lib, "make_train_step", made)
-    monkeypatch.setattr(jax, "jit", lambda step, **options: (step, options))
+    monkeypatch.setattr(Placement, "train_program", lambda self, *parts: parts)
     return made
 
 
 def test_a_step_is_made_with_the_options_of_the_run(make_train_step):
     run = run_of(microbatches=2)
-    parts = run.tables, run.optimizer, run.row_update
+    parts = run.placement, run.optimizer, run.row_update
     fixed = dict(dropout_seed=5, task_weights=(), microbatches=2)
     for initialized, options in ((False, {"tuned": False}), (True, {})):
         taken = run.train_step(scales_initialized=initialized)
-        expected = {"donate_argnums": 0, "compiler_options": options}
-        assert taken._step == ("several step", expected) and not taken._is_observed
+        assert taken._program == ("step", 1, options) and not taken._is_observed
         model = dataclasses.replace(run.planned, scales_initialized=initialized)
         make_train_step.assert_called_with(model, *parts, **fixed, probe=None)
     # They are made once, and again for what differs.
@@ -116,25 +112,27 @@ def test_optimizers_and_schedules_are_those_of_the_options():
     assert run.row_update.rounding_seed is None
 
 
-TOLD = '{"plan": {"a": 1}, "summed": {"wire": "bf16", "reason": "r", "num_bytes": 3}}'
+TOLD = """
+{"plan": {"a": 1}, "gradients": {"wire": "bf16", "reason": "r", "num_bytes": 3}}
+"""
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_processes_build_in_turn_what_the_first_has_chosen(monkeypatch, index):
     events, said = [], []
-    monkeypatch.setattr(build_in_turn, "meet", lambda *args: events.append(args[1]))
+    monkeypatch.setattr(build_lib, "meet", lambda *args: events.append(args[1]))
     same = lambda _, text: said.append(text) or TOLD  # noqa: E731
     monkeypatch.setattr(Processes, "same", same)
     monkeypatch.setattr(jax, "device_count", lambda: 4)
-    summed = GradientSum("int8", "as asked", 8)
-    spread = SimpleNamespace(mesh=SimpleNamespace(size=4))
-    changes = dict(summed=summed, reviewer="reviewer", spread=spread)
-    own = dataclasses.replace(run_of(), **changes)
+    run = run_of(MeshConfig(replicas=2, shards=2))
+    gradient_sum = GradientSum("int8", "as asked", 8)
+    placement = dataclasses.replace(run.placement, gradient_sum=gradient_sum)
+    own = dataclasses.replace(run, placement=placement, reviewer="reviewer")
     build_run = lambda plan: events.append(plan) or own  # noqa: E731
-    run = build_in_turn.built_in_turn(Processes(index, 2), build_run, "saved")
+    run = build_in_turn(Processes(index, 2), build_run, "saved")
     assert events == (["built", {"a": 1}] if index else ["saved", "built"])
-    assert run.summed == ("bf16", "r", 3) and run.reviewer is None
+    assert run.placement.gradient_sum == ("bf16", "r", 3) and run.reviewer is None
     assert bool(said[0]) == ("int8" in said[0]) == (index == 0)
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     with pytest.raises(ValueError, match="2 processes have 8 devices, and .* are 4"):
-        build_in_turn.built_in_turn(Processes(index, 2), build_run, None)
+        build_in_turn(Processes(index, 2), build_run, None)

@@ -142,7 +142,7 @@ def test_the_model_of_a_run_has_the_tasks_and_columns_of_its_data():
     found = network(config, two, devices=2)
     assert (found.tables.rows, found.tables.dim) == ((5, 7), 16)
     assert {site.spec.m for site in found.list_sites(DispatchPlan())} == {8}
-    assert {site.spec.m for site in found.sites_at(DispatchPlan(), 32)} == {32}
+    assert {site.spec.m for site in found.list_sites(DispatchPlan(), 32)} == {32}
     assert [x.shape for x in found.inputs(9)] == [(9, 1), (9, 2, 16)]
     # 2^22 examples of 511 ids are below 2^31.
     config = dataclasses.replace(config, loop=LoopConfig(batch_size=2**22))

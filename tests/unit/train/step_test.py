@@ -15,15 +15,15 @@ from loka_jax import nn
 from loka_jax.optim import Adam, OptimConfig, Sgd, make_dense_optimizer
 from loka_jax.scaling import DelayedScaling
 from loka_jax.train import metrics
-from loka_jax.train.gradients import Gradients, accumulated
+from loka_jax.train.gradients import Gradients, accumulate
+from loka_jax.train.placement import Placement
 from loka_jax.train.step import (
-    RowUpdate,
     make_eval_step,
     make_train_step,
     named_sites,
     scales_initialized,
-    update_table,
 )
+from loka_jax.train.tables.update import RowUpdate, update_table
 from tests.support import linear
 from tests.support.linear import FIRST_ROWS, SIZE, TABLES, Linear, expected, make_batch
 from tests.support.train import digest
@@ -47,7 +47,7 @@ def weighted(batch, seed=3):
 def make_step(**options):
     """Returns the step of the linear model; rates of rows grow with steps taken."""
     rows = RowUpdate(Adam(), lambda step: 0.1 * (1 + step.astype(jnp.float32)), 0.0)
-    return jax.jit(make_train_step(Linear(), TABLES, CLIPPED, rows, **options))
+    return linear.step_of(Linear(), CLIPPED, rows, **options)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_microbatches_are_accumulated_in_order():
     batch = make_batch()
     batch.weights[:] = np.repeat([1.0, 0.25, 0.5, 0.125], SIZE // 4)  # 8 examples each
     rows = jnp.arange(SIZE * 6.0).reshape(SIZE, 3, 2)
-    run = jax.jit(functools.partial(accumulated, gradients, 4, False))
+    run = jax.jit(functools.partial(accumulate, gradients, 4, False))
     loss, logits, stats, grads = run(state, batch, rows, jax.random.key(0))
     np.testing.assert_allclose(loss, 1, rtol=1e-6)  # each part over the weight of all
     of_key = np.round(np.reshape(logits - batch.dense[:, 0], (4, -1)), 3)
@@ -220,6 +220,7 @@ class Stateful(linen.Module):
         return jnp.sum(hidden.astype(jnp.float32), axis=1) + 100 * mean.value
 
 
+ONE = Placement(TABLES)
 OF_ROWS = Sgd(), optax.constant_schedule(0.1), 0.0
 
 
@@ -227,8 +228,8 @@ OF_ROWS = Sgd(), optax.constant_schedule(0.1), 0.0
 def stateful():
     """The step of that model, its start, and two states after it."""
     momentum = optax.sgd(0.1, momentum=0.9)
-    step = make_train_step(Stateful(), TABLES, momentum, RowUpdate(*OF_ROWS))
-    step, start = jax.jit(step), linear.make_state(Stateful(), momentum, Sgd())
+    step = linear.step_of(Stateful(), momentum, RowUpdate(*OF_ROWS))
+    start = linear.make_state(Stateful(), momentum, Sgd())
     first = step(start, make_batch())
     return step, start, first, step(first, make_batch(1))
 
@@ -262,7 +263,7 @@ def test_dropout_depends_on_the_step_and_its_seed(stateful):
     assert digests[0] == digests[1] != digests[2]
 
     def program(seed):
-        parts = Stateful(), TABLES, optax.sgd(0.1, momentum=0.9), RowUpdate(*OF_ROWS)
+        parts = Stateful(), ONE, optax.sgd(0.1, momentum=0.9), RowUpdate(*OF_ROWS)
         made = make_train_step(*parts, dropout_seed=seed)
         return str(jax.make_jaxpr(made)(warm, make_batch()))
 
@@ -271,7 +272,7 @@ def test_dropout_depends_on_the_step_and_its_seed(stateful):
 
 def test_evaluation_uses_statistics_and_no_dropout(stateful):
     *_, warm = stateful
-    batch, step = make_batch(4), jax.jit(make_eval_step(Stateful(), TABLES))
+    batch, step = make_batch(4), jax.jit(make_eval_step(Stateful(), ONE))
     seen, logits = step(warm, metrics.init(), batch)
     rows = np.asarray(warm.table)[batch.ids + FIRST_ROWS].reshape(SIZE, -1)
     inputs = np.append(rows, batch.dense[:, :4], axis=1)

@@ -12,7 +12,9 @@ from loka_jax.optim import OptimConfig, Sgd
 from loka_jax.probe.capture import Capture
 from loka_jax.train import metrics, tasks
 from loka_jax.train.logs.log_lines import measure
-from loka_jax.train.step import RowUpdate, make_observe_step, make_train_step
+from loka_jax.train.placement import Placement
+from loka_jax.train.step import make_observe_step
+from loka_jax.train.tables.update import RowUpdate
 from tests.support import linear
 from tests.support.linear import SIZE, TABLES, Linear, expected, make_batch
 
@@ -34,8 +36,7 @@ def test_the_loss_is_the_weighted_sum_of_each_task_s_mean():
     """By the step of plain SGD, as gradients are linear in the loss."""
     state = linear.make_state(Linear(2), linear.sgd(), Sgd(), weighted=True)
     rows, weights = RowUpdate(Sgd(), lambda step: 0.5, 0.0), (2.0, 0.25)
-    parts = Linear(2), TABLES, linear.sgd(), rows
-    step = jax.jit(make_train_step(*parts, task_weights=weights))
+    step = linear.step_of(Linear(2), linear.sgd(), rows, task_weights=weights)
     batch = incomplete(np.s_[:20, 1])
     after = step(state, batch)
     _, gradients, of_rows = expected(state, batch, weights)
@@ -86,7 +87,7 @@ def test_observed_gradients_are_as_large_as_the_step_has():
     state = linear.make_state(MODEL, linear.sgd(), Sgd())
 
     def gradients(task_weights, batch, total_weight=None):
-        observe = make_observe_step(MODEL, TABLES, Capture(), task_weights)
+        observe = make_observe_step(MODEL, Placement(TABLES), Capture(), task_weights)
         seen = nn.by_path(jax.jit(observe)(state, batch, total_weight))
         return {path: operands.g for path, operands in seen.items()}
 

@@ -10,20 +10,22 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from loka_jax.data import Batch
 from loka_jax.ops import row_average
 from loka_jax.ops.embedding import BAD_ID
+from loka_jax.ops.exchange import Routed
 from loka_jax.optim import LaggedRowwiseAdagrad, RowwiseAdagrad
 from loka_jax.train import metrics
 from loka_jax.train.gradients import Gradients
-from loka_jax.train.mesh import mesh_step
 from loka_jax.train.mesh.devices import BATCH, REPLICA, SHARD, MeshConfig
+from loka_jax.train.mesh.routing import Counts, RoutedBatch, Routing
 from loka_jax.train.mesh.row_sync import update_alone
-from loka_jax.train.step import RowUpdate
-from tests.support.mesh import on_virtual_devices
+from loka_jax.train.placement import Outcome
+from loka_jax.train.tables.update import RowUpdate
+from tests.support.mesh import on_virtual_devices, placement
 
 GROUPS, SHARDS = 3, 2
 DEVICES = GROUPS * SHARDS
+ROUNDED = placement(MeshConfig(), "bf16")
 KEY, WORDS = jax.random.key(0), jnp.zeros(2, jnp.uint32)
 
 
@@ -32,23 +34,29 @@ def test_a_gradient_of_one_device_that_is_not_finite_is_seen_on_all():
     rows = np.ones((DEVICES, 2), np.float32)
     scales = np.arange(DEVICES, dtype=np.float32)[:, None]
 
-    def merged(params, rows, scales):
-        grads = Gradients({"a": params[0]}, rows, {"x": scales[0]}, {})
-        batch = Batch(jnp.ones((2, 1)), None, None, None)
-        parts = jnp.ones(()), {"moment": scales[0]}, metrics.init(), scales[0]
-        return mesh_step._merge(parts, grads, batch, "bf16", KEY)._asdict()
+    lists = Routed(jnp.zeros((1, 4)), *4 * (None,))
+    routed = RoutedBatch(lists, Counts(jnp.asarray(4), 0, 2.0))
 
-    run = on_virtual_devices(merged, GROUPS, SHARDS, (BATCH,) * 3, P())
+    def merge(params, rows, scales):
+        grads = Gradients({"a": params[0]}, rows, {"x": scales[0]}, {})
+        is_finite = jnp.all(jnp.isfinite(rows))
+        stats = {"moment": scales[0]}
+        own = Outcome(jnp.ones(()), grads, stats, metrics.init(), is_finite)
+        merged, found = ROUNDED.merge(own, Routing(routed, scales[0]), KEY)
+        alike = merged.grads._replace(rows=())
+        return merged._replace(grads=alike)._asdict() | {"few": found.counts}
+
+    run = on_virtual_devices(merge, GROUPS, SHARDS, (BATCH,) * 3, P())
     found = run(params, rows, scales)
-    np.testing.assert_array_equal(found["params"]["a"], np.full(3, DEVICES))
+    np.testing.assert_array_equal(found["grads"].params["a"], np.full(3, DEVICES))
     np.testing.assert_array_equal(found["few"], scales)
-    assert found["loss"] == DEVICES and found["parts_are_finite"]
-    assert found["fp8"]["x"] == DEVICES - 1  # the maximum
+    assert found["loss"] == DEVICES and found["is_finite"]
+    assert found["grads"].fp8["x"] == DEVICES - 1  # the maximum
     assert found["batch_stats"]["moment"] == np.mean(scales)
     rows[4, 1] = np.nan
-    assert not run(params, rows, scales)["parts_are_finite"]
+    assert not run(params, rows, scales)["is_finite"]
     params[5, 1] = np.inf
-    assert np.isinf(run(params, rows, scales)["params"]["a"][1])
+    assert np.isinf(run(params, rows, scales)["grads"].params["a"][1])
 
 
 ROWS, DIM, LENGTH, LR, STEPS = 20, 4, 24, 0.1, 3  # rows of a shard; updates of a device
@@ -74,8 +82,8 @@ def trained(optimizer, every, taken):
     def part(table, rows, grads, taken):
         def one(state, step):
             rows, grads, is_taken = step
-            how = row_update, config, is_taken, WORDS
-            table, row_state, before = update_alone(*state, (rows, grads), how, LR)
+            parts = *state, (rows, grads), row_update, LR, is_taken
+            table, row_state, before = update_alone(*parts, config, WORDS)
             return (table, row_state), before
 
         steps = rows[0], grads[0], taken

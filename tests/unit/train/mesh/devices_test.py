@@ -12,14 +12,15 @@ from loka_jax.dispatch import gradient_wire
 from loka_jax.ops.tables import TableSpec, with_dims
 from loka_jax.optim import OptimConfig
 from loka_jax.train.config import EmbeddingConfig, LoopConfig
-from loka_jax.train.mesh import devices, gradient_sum
+from loka_jax.train.mesh import devices
 from loka_jax.train.mesh.devices import (
+    CollectivesConfig,
     MeshConfig,
+    choose_gradient_sum,
     mesh_of,
     require_places,
     used_devices,
 )
-from loka_jax.train.mesh.gradient_sum import CollectivesConfig
 from tests.support import train as support
 
 
@@ -53,7 +54,7 @@ def test_meshes_say_how_many_devices_they_use(monkeypatch, options, hosts, shape
     (groups, shards), used = shape, mesh.size
     assert mesh.devices.tolist() == np.arange(used).reshape(shape).tolist()
     what = f"{groups} group{'s' * (groups > 1)} of {shards}"
-    assert used_devices(mesh) == f"Devices: {used} of 8, in {what}."
+    assert used_devices(*mesh.devices.shape) == f"Devices: {used} of 8, in {what}."
     assert mesh_of(MeshConfig(replicas=1, shards=1), 63, 1) is None
 
 
@@ -113,13 +114,13 @@ def test_auto_takes_what_was_measured_to_be_faster(tmp_path, monkeypatch):
     gradient_wire.add(tmp_path / "table.json", host)
     read = functools.partial(gradient_wire.read, tmp_path / "table.json")
     monkeypatch.setattr(gradient_wire, "read", read)
-    found = gradient_sum.choose(CollectivesConfig(), params, 8)
+    found = choose_gradient_sum(CollectivesConfig(), params, 8)
     assert (found.wire, found.num_bytes) == ("int8", 64)
     assert "f32 100, int8 10 us" in found.reason
-    assert gradient_sum.choose(CollectivesConfig(), params, 4).wire == "f32"
+    assert choose_gradient_sum(CollectivesConfig(), params, 4).wire == "f32"
     asked = CollectivesConfig(gradients="bf16")
-    assert gradient_sum.choose(asked, params, 8)[:2] == ("bf16", "as asked")
+    assert choose_gradient_sum(asked, params, 8)[:2] == ("bf16", "as asked")
     # Between hosts times are others.
-    monkeypatch.setattr(gradient_sum, "hosts", lambda environment: 2)
-    found = gradient_sum.choose(CollectivesConfig(), params, 8)
+    monkeypatch.setattr(devices, "hosts", lambda environment: 2)
+    found = choose_gradient_sum(CollectivesConfig(), params, 8)
     assert found.wire == "f32" and "8 x cpu of 2 hosts" in found.reason

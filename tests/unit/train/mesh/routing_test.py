@@ -16,7 +16,13 @@ from loka_jax.ops.exchange import Routed
 from loka_jax.ops.row_average import Remembered
 from loka_jax.ops.tables import TableSpec
 from loka_jax.train.mesh.devices import AXES, MeshConfig
-from loka_jax.train.mesh.routing import RoutedBatch, Router, capacity_for, with_needs
+from loka_jax.train.mesh.routing import (
+    Counts,
+    RoutedBatch,
+    Router,
+    capacity_for,
+    with_needs,
+)
 from loka_jax.train.mesh.row_sync import RowSync
 from tests.support.loop import start_state
 
@@ -40,7 +46,7 @@ def batch_of(need):
 def routed_of(capacity, batch):
     """Returns what routing a batch gives, with lists of that capacity."""
     lists = Routed(np.zeros((1, capacity)), None, None, None, None)
-    return RoutedBatch(lists, np.max(batch.ids), 0, 2.0)
+    return RoutedBatch(lists, Counts(np.max(batch.ids), 0, 2.0))
 
 
 def run_alone(capacity, batch):
@@ -78,7 +84,7 @@ def test_lists_that_do_not_fit_are_routed_again():
 def test_a_step_routes_the_batch_of_three_steps_or_two_calls_later(per_call, ahead):
     router, alone = router_of(per_call)
     batches, made = [batch_of(4 + i) for i in range(10)], []
-    steps = router.ahead(
+    steps = router.look_ahead(
         made.append(i) or (i, batch) for i, batch in enumerate(batches)
     )
     for first in range(0, 10, per_call):
@@ -88,7 +94,7 @@ def test_a_step_routes_the_batch_of_three_steps_or_two_calls_later(per_call, ahe
         alone.clear()
         placed, routed = router.together(taken)
         assert bool(alone) == (first < ahead)  # later ones were routed by a step
-        assert [one.need for one in routed] == [np.max(x.ids) for x in taken]
+        assert [one.counts.need for one in routed] == [np.max(x.ids) for x in taken]
         coming = router.next_to_route(taken, placed)
         later = batches[first + ahead : first + ahead + per_call] or taken
         assert [np.max(x.ids) for x in coming] == [np.max(x.ids) for x in later]
@@ -98,7 +104,7 @@ def test_a_step_routes_the_batch_of_three_steps_or_two_calls_later(per_call, ahe
 
 def test_what_was_routed_before_lists_grew_is_routed_again():
     router, _ = router_of(2)
-    steps = router.ahead(enumerate(map(batch_of, (4, 5, 6, 256, 7, 8))))
+    steps = router.look_ahead(enumerate(map(batch_of, (4, 5, 6, 256, 7, 8))))
     _, batch = next(steps)
     placed, routed = router.together([batch])
     (coming,) = router.next_to_route([batch], placed)

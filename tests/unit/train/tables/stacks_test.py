@@ -11,9 +11,11 @@ from loka_jax.data import Batch
 from loka_jax.data.batch import Bag
 from loka_jax.ops.tables import TableSpec, with_dims
 from loka_jax.optim import Sgd
+from loka_jax.train.placement import Placement
 from loka_jax.train.state import init_state
-from loka_jax.train.step import RowUpdate, make_train_step
+from loka_jax.train.step import make_train_step
 from loka_jax.train.tables.stacks import PROJECTIONS
+from loka_jax.train.tables.update import RowUpdate
 
 ROWS, DIMS, SIZE = (7, 5, 6, 4), (8, 4, 3, 4), 16  # the model's dim is 8
 ONE = TableSpec(rows=ROWS, dim=8, pooling=("mean", "sum"))
@@ -55,7 +57,8 @@ def as_one_table(params, parts):
 def test_a_step_equals_the_gradient_through_the_projections():
     batch, optimizer = batch_of(), optax.sgd(0.1)
     update = RowUpdate(Sgd(), optax.constant_schedule(0.2), 0.0)
-    step = make_train_step(Model(), MIXED, optimizer, update, microbatches=2)
+    parts = Model(), Placement(MIXED), optimizer, update
+    step = make_train_step(*parts, microbatches=2)
     options = dict(num_dense=3, row_optimizer=Sgd(), init_stddev=0.5)
 
     def loss(params, parts):
@@ -80,7 +83,7 @@ def test_a_step_equals_the_gradient_through_the_projections():
                 (state.params, state.table), grads, (0.1, 0.2), strict=True
             )
         ]
-        return state, step(state, batch), moved
+        return state, step(state, batch)[0], moved
 
     before, after, want = jax.device_get(both(jax.random.key(0)))
     chex.assert_trees_all_close([after.params, after.table], want, rtol=1e-5, atol=1e-6)

@@ -132,17 +132,16 @@ def observing(monkeypatch):
 
 @pytest.mark.parametrize(
     "microbatches, devices, most, rows",
-    [(1, None, 99, 24), (3, 2, 99, 4), (1, 2, 99, 12), (1, None, 8, 8), (1, 2, 11, 6)],
+    [(1, 1, 99, 24), (3, 2, 99, 4), (1, 2, 99, 12), (1, 1, 8, 8), (1, 2, 11, 6)],
     ids=["whole", "microbatches of devices", "a device", "a third", "half of a device"],
 )
 def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
     observing, monkeypatch, microbatches, devices, most, rows
 ):
     monkeypatch.setattr(looks, "MAX_EXAMPLES", most)
-    run = mock.Mock(spread=devices and mock.Mock())
+    run = mock.Mock()
+    run.placement.size = devices
     run.config.loop.microbatches, run.config.loop.batch_size = microbatches, 24
-    if devices:
-        run.spread.mesh.size, run.spread.everywhere = devices, lambda step: step
     look = looks.look_step(run, SITES)
     ones = np.ones(24, np.float32)
     batch = Batch(ones[:, None], np.zeros((24, 1), np.int32), ones, 0.5 * ones)
@@ -152,10 +151,9 @@ def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
     for path, (error, *scales_and_casts) in of_sites.items():
         want = [error, rows, 12.0, *scales_and_casts]
         np.testing.assert_allclose(found[path], [want] * 3)
-    model, tables, observer, weights, *look_up = observing.call_args.args
-    given = run.planned, run.tables, run.config.optim.task_weights
-    assert (model, tables, weights) == given
+    model, placement, observer, weights = observing.call_args.args
+    given = run.planned, run.placement, run.config.optim.task_weights
+    assert (model, placement, weights) == given
     assert observer == Capture(
         recipes=(ROWWISE, RECIPE), max_rows=looks.MAX_ROWS, copies=24 // rows
     )
-    assert look_up == ([looks.look_up_everywhere] if devices else [])

@@ -16,8 +16,7 @@ from loka_jax.train import session
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import RunOptions
-from loka_jax.train.mesh.devices import MeshConfig
-from loka_jax.train.mesh.gradient_sum import CollectivesConfig
+from loka_jax.train.mesh.devices import CollectivesConfig, MeshConfig
 from loka_jax.train.state import TrainState
 from tests.support import train as support
 from tests.support.mesh import in_order_of_rows
@@ -67,8 +66,8 @@ def test_groups_differ_until_they_are_averaged():
     assert states == {1: False, 2: False, 3: True}
     # Earlier, if something is to read them.
     batch = run.read(run.splits.train, 1)
-    early = run.synced(run.first_step(run.init(), batch))
-    assert are_equal(early) and run.synced(early) is early
+    early = run.placement.sync(run.first_step(run.init(), batch))
+    assert are_equal(early) and run.placement.sync(early) is early
 
 
 def test_a_checkpoint_is_the_average_of_all_groups(tmp_path):
@@ -83,7 +82,7 @@ def test_a_checkpoint_is_the_average_of_all_groups(tmp_path):
         saved = checkpoints.newest()
         assert saved is not None and saved.step == 4
         one = run_of(1, 1)
-        found = read_state(checkpoints, saved, one.template(), one.layout)
+        found = read_state(checkpoints, saved, one.template(), one.placement.layout)
     want = in_order_of_rows(jax.device_get(vars(done.state)), ROWS)
     for name in ("table", "row_state"):
         chex.assert_trees_all_equal(found[name], want[name])
@@ -122,7 +121,7 @@ def test_a_mesh_rounds_rows_to_bfloat16_as_one_device_does():
             state = run.first_step(state, run.read(run.splits.train, step))
         assert state.table.dtype == jnp.bfloat16
         parts = jax.device_get(vars(state))
-        parts = parts if run.spread is None else in_order_of_rows(parts, ROWS)
+        parts = parts if run.placement.size == 1 else in_order_of_rows(parts, ROWS)
         found.append(parts["table"].astype(np.float32))
     # Sums in another order differ by some 2^-24: by 2^-16 of the distance of two
     # numbers in bfloat16, and so often other neighbours are drawn.

@@ -41,7 +41,7 @@ def planned(run, mesh):
         run.config, generated.schema_of(DATA), BATCH // mesh.gpus, dense_us=1.0
     )
     (stack,) = workload.stacks
-    sent = mesh.shards * run.spread.router.capacity
+    sent = mesh.shards * run.placement.router.capacity
     stack = dataclasses.replace(stack, distinct=sent / SPARE, averaged=(0.0,) * 4)
     return estimate(dataclasses.replace(workload, stacks=(stack,)), mesh, Rates())
 

@@ -17,23 +17,27 @@ from jax.sharding import PartitionSpec as P
 from loka_jax.data import Batch, generated
 from loka_jax.data.batch import Bag
 from loka_jax.models import Dlrm
-from loka_jax.ops.swap import swapped
+from loka_jax.ops.joint_collectives import gather_all, swap
 from loka_jax.ops.tables import TableSpec, with_dims
 from loka_jax.optim.rows import Adam
 from loka_jax.train import build as build_lib
 from loka_jax.train import metrics
-from loka_jax.train.mesh import few_numbers, routing
-from loka_jax.train.mesh.devices import BATCH, SHARD, MeshConfig, mesh_of, state_specs
-from loka_jax.train.mesh.gradient_sum import CollectivesConfig
-from loka_jax.train.mesh.mesh_step import (
-    StepOptions,
-    look_up_everywhere,
-    make_mesh_eval_step,
-    make_mesh_train_step,
+from loka_jax.train.mesh import routing
+from loka_jax.train.mesh.devices import (
+    AXES,
+    BATCH,
+    SHARD,
+    CollectivesConfig,
+    MeshConfig,
+    mesh_of,
+    state_specs,
 )
-from loka_jax.train.mesh.spread import Spread
+from loka_jax.train.mesh.placement import placement_of
+from loka_jax.train.mesh.routing import Routing
+from loka_jax.train.placement import Placement, one_after_another
 from loka_jax.train.state import TrainState, init_state
-from loka_jax.train.step import RowUpdate, look_up, make_eval_step, make_train_step
+from loka_jax.train.step import make_eval_step, make_train_step
+from loka_jax.train.tables.update import RowUpdate
 from tests.support import mesh as support
 from tests.support import train
 from tests.support.mesh import (
@@ -58,23 +62,23 @@ CONFIG = MeshConfig(
 @functools.cache
 def program():
     """The step, the evaluation and a look at four examples, of all devices."""
-    step = make_mesh_train_step(
-        MODEL, TABLES, OPTIMIZER, ROW_UPDATE, CONFIG, OPTIONS, "f32"
-    )
-    evaluate = make_mesh_eval_step(MODEL, TABLES, CONFIG)
+    placement = support.placement(CONFIG)
+    step = make_train_step(MODEL, placement, OPTIMIZER, ROW_UPDATE, **OPTIONS)
+    evaluate = make_eval_step(MODEL, placement)
 
     def all_of(parts, batch, few, more_need):
         state = TrainState(**parts)
-        routes, counts = routing._route_part(TABLES, "xla", CAPACITY, batch)
-        asked = routing.asked(routes)
-        each = few_numbers.gathered(counts)
-        routed = routing.agreed(routes, swapped(asked, SHARD), each)
-        given = routed._replace(need=routed.need + more_need)
-        evaluated = evaluate(state, metrics.init_like(state.metrics), batch, routed)
-        rows = look_up_everywhere(MODEL, TABLES, state, few)
-        state, before, each, arrived = step(state, batch, given, counts, asked)
-        assert not jax.tree.leaves(before)
-        later = routing.agreed(routes, arrived, each)
+        routes, counts = placement.router.part(CAPACITY, batch)
+        asked = routing.lists_asked(routes)
+        each = gather_all(counts, AXES)
+        routed = routing.routed_batch(routes, swap(asked, SHARD), each)
+        more = routed.counts._replace(need=routed.counts.need + more_need)
+        given, seen = routed._replace(counts=more), metrics.init_like(state.metrics)
+        evaluated = evaluate(state, seen, batch, Routing(routed))
+        rows = placement.look_up_alike(MODEL, state, few)
+        state, left = step(state, batch, Routing(given, counts, asked))
+        assert not jax.tree.leaves(left.before)
+        later = routing.routed_batch(routes, left.asked, left.counts)
         return vars(state), routed, later, evaluated, rows
 
     in_specs = state_specs(), BATCH, P(), P()
@@ -94,11 +98,12 @@ def run(batch, more_need=0):
 def alone():
     """The same of one device: the state's parts, metrics, logits and rows."""
     batch, step = support.batch_of(), support.step_by_parts(REPLICAS * SHARDS)
-    evaluate = make_eval_step(MODEL, TABLES)
+    placement = Placement(TABLES)
+    evaluate = make_eval_step(MODEL, placement)
 
     def all_of(state, batch, few):
         evaluated = evaluate(state, metrics.init_like(state.metrics), batch)
-        rows = look_up(MODEL, TABLES, state, few)
+        rows = placement.look_up_alike(MODEL, state, few)
         return vars(step(state, batch)), evaluated, rows
 
     few = jax.tree.map(lambda x: x[:4], batch)
@@ -120,9 +125,9 @@ def test_a_step_an_evaluation_and_a_look_are_those_of_one_device():
 
     chex.assert_trees_all_equal(later, routed)
     weights = batch.weights @ np.isfinite(batch.labels)
-    np.testing.assert_allclose(routed.total_weight, weights, rtol=1e-6)
-    assert routed.bad_ids == 1 and 0 < routed.need <= CAPACITY
-    full, *_ = run(batch, more_need=CAPACITY - routed.need)
+    np.testing.assert_allclose(routed.counts.weight, weights, rtol=1e-6)
+    assert routed.counts.bad_ids == 1 and 0 < routed.counts.need <= CAPACITY
+    full, *_ = run(batch, more_need=CAPACITY - routed.counts.need)
     assert full["skipped"] == start.skipped
 
 
@@ -185,15 +190,17 @@ def test_a_step_of_eight_devices_has_lists_and_several_dims(replicas, shards):
     sizes = dict(num_dense=3, init_stddev=0.5)
     made = dict(model=DLRM, tables=MIXED, optimizer=optax.sgd(0.1), row_optimizer=ADAM)
     state = jax.jit(functools.partial(init_state, **sizes, **made))(jax.random.key(0))
-    spread = Spread(mesh_of(config, 32, 2), config, MIXED)
+    placement = placement_of(mesh_of(config, 32, 2), config, MIXED)
     before = by_stack(in_order_of_mesh, jax.device_get(vars(state)))
-    before = jax.tree.map(
-        lambda x, like: jax.device_put(x, like.sharding), before, spread.placed(before)
+    places = jax.tree.map(lambda x: x.sharding, placement.template(before))
+    before = jax.device_put(before, places)
+    batch = batch_with_lists()
+    alone, step = (
+        make_train_step(DLRM, place, optax.sgd(0.1), update, microbatches=2)
+        for place in (Placement(MIXED), placement)
     )
-    batch, parts = batch_with_lists(), (DLRM, MIXED, optax.sgd(0.1), update)
-    want = jax.jit(make_train_step(*parts, microbatches=2))(state, batch)
-    step = make_mesh_train_step(*parts, config, StepOptions(microbatches=2))
-    after = spread.train_program(step)(TrainState(**before), batch)
+    want = jax.jit(one_after_another(alone))(state, batch)
+    after = placement.train_program(step, 1, {})(TrainState(**before), batch)
     support.assert_devices_agree(after)
     found = by_stack(in_order_of_rows, jax.device_get(vars(after)))
     chex.assert_trees_all_close(found, jax.device_get(vars(want)), rtol=1e-3, atol=1e-5)
@@ -209,7 +216,7 @@ def test_the_compiled_step_says_what_travels():
     how = dict(mesh=mesh, collectives=CollectivesConfig(gradients="int8"))
     run = build_lib.build(dataclasses.replace(config, **how))
     split = run.splits.train
-    where = data, split._world, size, np.zeros(5, np.uint32), run.batch_sharding
+    where = data, split._world, size, np.zeros(5, np.uint32), run.placement.sharding
     made = generated._make.lower(*where).compile().as_text()
     assert not list(collectives(made))  # each device makes its own examples
     text = run.step.lower(run.init(), run.read(split, 0)).compile().as_text()

@@ -10,10 +10,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from loka_jax.data import Batch
-from loka_jax.ops.swap import swapped
+from loka_jax.ops.joint_collectives import swap
 from loka_jax.ops.tables import TableSpec
 from loka_jax.train.mesh.devices import AXES, SHARD, MeshConfig
-from loka_jax.train.mesh.spread import Spread
+from loka_jax.train.mesh.placement import placement_of
 from tests.support.loop import start_state
 
 ONE = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), AXES)
@@ -30,22 +30,23 @@ def batch_of(number):
 
 def test_steps_of_a_call_route_the_batches_of_later_ones():
     """The state's table is what each step has seen: its batch, and what it routed."""
-    spread = Spread(ONE, MeshConfig(), TABLES, "xla", steps_per_call=2)
+    placement = placement_of(ONE, MeshConfig(), TABLES, "xla", steps_per_call=2)
 
-    def step(state, batch, routed, few, to_send):
-        seen = jnp.stack([batch.labels[0].astype(jnp.int32), routed.need])
+    def step(state, batch, routed):
+        seen = jnp.stack([batch.labels[0].astype(jnp.int32), routed.batch.counts.need])
         table = jnp.roll(state.table, -1, axis=0).at[-1].set(seen)
-        each = jax.tree.map(lambda x: x[None], few)
+        each = jax.tree.map(lambda x: x[None], routed.counts)
+        arrived = swap(routed.asked, SHARD)
         state = dataclasses.replace(state, table=table)
-        return state, (), each, swapped(to_send, SHARD)
+        return state, routed._replace(counts=each, asked=arrived)
 
-    run = spread.train_program(step, 2)
+    run = placement.train_program(step, 2, {})
     numbers = [3, 5, 2, 7, 4, 6, 1, 8, 9, 10]
-    route = mock.Mock(wraps=spread.router._run)
-    spread.router._run = route
+    route = mock.Mock(wraps=placement.router._run)
+    placement.router._run = route
     table = jnp.zeros((len(numbers), 2), jnp.int32)
     state = dataclasses.replace(jax.tree.map(jnp.copy, start_state()), table=table)
-    taken = spread.router.ahead(enumerate(map(batch_of, numbers)))
+    taken = placement.router.look_ahead(enumerate(map(batch_of, numbers)))
     # The first two calls route their own, and the first what they write over.
     for routed_alone in (4, 6, 6, 6, 6):
         state = run(state, *(batch for _, batch in itertools.islice(taken, 2)))
