@@ -1,14 +1,11 @@
-"""Trains three public Flax models, written by others, converted by `nn.convert`.
+"""Trains two public Flax models, written by others, converted by `nn.convert`.
 
     git clone https://github.com/PAIR-code/jax-recommenders runs/jax-recommenders
     git clone https://github.com/google/flax runs/flax
-    git clone https://github.com/joseprsm/nectarine runs/nectarine
-    git -C runs/nectarine checkout 5063b29  # the next commit fails in today's jax
     python experiments/bench/converted.py --out converted.json
 
     ranker       CfDnn of jax-recommenders: the rating of an item, by an MLP of the user
     transformer  TransformerLM of Flax's example lm1b: the next token
-    retriever    TwoTower of nectarine: a user's own item among those of the batch
 
 The code of each is imported from its checkout as it is. An arm is the model as written,
 in float32, or converted with a recipe. A seed draws weights, batches and dropout, which
@@ -39,7 +36,7 @@ from loka_jax.measure.intervals import interval
 
 AS_WRITTEN = "as written"
 ARMS = (AS_WRITTEN, "bf16", "fp8_tensorwise_delayed", "fp8_rowwise")
-USERS, ITEMS, TASTES, FEATURES = 256, 256, 4, 32
+USERS, ITEMS, TASTES = 256, 256, 4
 TOKENS, LENGTH, OWN_NEXT = 64, 32, 0.8  # the last: chance of a token's own successor
 
 
@@ -50,7 +47,6 @@ class Arguments:
     Attributes:
         jax_recommenders: a checkout of github.com/PAIR-code/jax-recommenders.
         flax: a checkout of github.com/google/flax.
-        nectarine: a checkout of github.com/joseprsm/nectarine.
         out: where to write the JSON; printed only if None.
         steps: of each training.
         last: steps whose mean loss is compared.
@@ -59,7 +55,6 @@ class Arguments:
 
     jax_recommenders: pathlib.Path = pathlib.Path("runs/jax-recommenders")
     flax: pathlib.Path = pathlib.Path("runs/flax")
-    nectarine: pathlib.Path = pathlib.Path("runs/nectarine")
     out: pathlib.Path | None = None
     steps: int = 300
     last: int = 100
@@ -177,43 +172,6 @@ def transformer(checkout: pathlib.Path) -> Public:
     )
 
 
-def retriever(checkout: pathlib.Path) -> Public:
-    """Returns the two towers; a user's item is drawn by taste."""
-    module = load(checkout, "nectarine.train.models.two_tower")
-    tower = {"embedding_dim": 32, "feature_layers": (64,), "output_layers": (128, 64)}
-    users, items = _tastes()
-    wide = jax.random.normal(jax.random.key(2), (TASTES, FEATURES)) / TASTES**0.5
-
-    def batch(key: jax.Array):
-        keys = jax.random.split(key)
-        user = jax.random.randint(keys[0], (256,), 0, USERS)
-        item = jax.random.categorical(keys[1], 2 * users[user] @ items.T)
-        pair = (
-            {"id": user, "features": users[user] @ wide},
-            {"id": item, "features": items[item] @ wide},
-        )
-        return pair, item
-
-    def loss(towers: tuple[jax.Array, jax.Array], item: jax.Array) -> jax.Array:
-        logits = towers[0] @ towers[1].T
-        same = item[:, None] == item  # another user's, no wrong answer
-        others = jnp.where(same & ~jnp.eye(len(item), dtype=bool), -1e9, logits)
-        return -jnp.diagonal(jax.nn.log_softmax(others)).mean()
-
-    return Public(
-        checkout=checkout,
-        model=module.TwoTower(
-            {
-                "query": {"n_dims": USERS, **tower},
-                "candidate": {"n_dims": ITEMS, **tower},
-            }
-        ),
-        batch=batch,
-        loss=loss,
-        learning_rate=1e-3,
-    )
-
-
 def _tastes() -> tuple[jax.Array, jax.Array]:
     """Returns the tastes of all users and items."""
     user_key, item_key = jax.random.split(jax.random.key(1))
@@ -298,7 +256,6 @@ def main(arguments: Arguments):
     models = {
         "ranker": ranker(arguments.jax_recommenders),
         "transformer": transformer(arguments.flax),
-        "retriever": retriever(arguments.nectarine),
     }
     result = results.head("converted", arguments) | {"models": {}}
     for name, public in models.items():

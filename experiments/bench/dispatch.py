@@ -219,11 +219,13 @@ def initialized(planned: nn.Planned, inputs, params: Any = None) -> dict[str, An
     if params is not None:
         variables["params"] = params
     if planned.is_delayed:
-        train = jax.jit(
-            functools.partial(train_pass, planned), compiler_options=options
-        )
-        _, grads = train(variables, *inputs)
-        variables |= {OVERWRITE_WITH_GRADIENT: grads[0][OVERWRITE_WITH_GRADIENT]}
+        # Without the other gradients: those of a wide model are gigabytes.
+        def states(variables, *inputs):
+            _, (grads, _) = train_pass(planned, variables, *inputs)
+            return grads[OVERWRITE_WITH_GRADIENT]
+
+        set_scales = jax.jit(states, compiler_options=options)
+        variables |= {OVERWRITE_WITH_GRADIENT: set_scales(variables, *inputs)}
     return variables
 
 

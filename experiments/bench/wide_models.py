@@ -29,7 +29,7 @@ import math
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -41,6 +41,7 @@ from experiments.bench import models
 from experiments.bench import result as results
 from experiments.bench.dispatch import (
     forced,
+    initialized,
     make_inputs,
     passes_torchao,
     train_pass,
@@ -54,10 +55,8 @@ from loka_jax.measure.compiling import (
     NO_CAPTURE,
     Lowered,
     compile_lowered,
-    untuned_here,
 )
 from loka_jax.measure.timing import profile_kernels
-from loka_jax.nn import OVERWRITE_WITH_GRADIENT
 from loka_jax.ops.wide_stack import WIDE
 from loka_jax.optim import OptimConfig
 from loka_jax.optim.from_config import make_dense_optimizer
@@ -67,7 +66,7 @@ from loka_jax.site import Choice
 _SETS = 2  # of inputs; one alone exceeds the L2
 _FEW = 256  # rows that set the delayed scales
 _ROUNDS = 3
-_FP8, _DELAYED = OVERWRITE_WITH_GRADIENT, "fp8_tensorwise_delayed"
+_DELAYED = "fp8_tensorwise_delayed"
 _ARMS = ("xla bf16", "xla fp8", "ours bf16", "ours fp8")
 _OPTIM = OptimConfig(lr=1e-3, clip_norm=10.0)
 
@@ -109,50 +108,34 @@ def main(arguments: Arguments) -> dict[str, Any]:
                 return result
             run: dict[str, Any] = {"model": name, "batch": batch, "programs": {}}
             result["runs"].append(run)
-            for key, record in measure(name, batch, arguments):
+            programs = make_programs(name, batch, arguments)
+            for key, record in compiled_and_timed(programs, arguments.calls):
                 run["programs"][key] = record
                 result["seconds"] = time.perf_counter() - start
                 print(f"{name}, {batch} rows, {key} [{result['seconds']:.0f} s]")
                 _print(run["programs"], key)
                 results.write(arguments.out, result)
+            del programs
             gc.collect()  # the next model needs the memory
     return result
 
 
-def measure(
-    name: str, batch: int, arguments: Arguments
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the name, and the times and memory, of each arm's programs."""
-    batches: dict[str, int] = {kind: batch for kind in arguments.kinds}
-    programs = make_programs(name, batches, arguments.arms, arguments.recipe)
-    yield from compiled_and_timed(programs, arguments.calls)
-
-
 def make_programs(
-    name: str, batches: Mapping[str, int], arms: Sequence[str], recipe: str
+    name: str, batch: int, arguments: Arguments
 ) -> dict[str, "Inference | Training"]:
-    """Returns the programs of a model by kind and arm.
-
-    Args:
-        name: of the model.
-        batches: the rows of each kind.
-        arms: of each kind.
-        recipe: of arms "fp8".
-    """
+    """Returns the programs of a model at a number of rows, by kind and arm."""
     model, shapes = models.wide(name)
     few = make_inputs(shapes(_FEW), 0)
-    sets = {
-        kind: [make_inputs(shapes(batch), seed) for seed in range(_SETS)]
-        for kind, batch in batches.items()
-    }
-    params = _on_device(nn.Planned(model.clone(implementation="xla")).init, few)
+    inputs = [make_inputs(shapes(batch), seed) for seed in range(_SETS)]
+    by_xla = nn.Planned(model.clone(implementation="xla"))
+    params = initialized(by_xla, few)["params"]
     programs: dict[str, Inference | Training] = {}
-    for arm in arms:
-        planned = arm_of(model, arm, recipe, next(iter(sets.values()))[0])
-        variables = _variables(planned, params["params"], few)
+    for arm in arguments.arms:
+        planned = arm_of(model, arm, arguments.recipe, inputs[0])
+        variables = initialized(planned.by_xla(), few, params)
         if planned.is_delayed:
             planned = planned.with_initialized_scales()
-        for kind, inputs in sets.items():
+        for kind in arguments.kinds:
             program = {"training": Training, "inference": Inference}[kind]
             programs[f"{kind} {arm}"] = program(planned, variables, inputs)
     return programs
@@ -210,26 +193,6 @@ def arm_of(model, arm: str, recipe: str, inputs: tuple) -> nn.Planned:
         choices = tuple((site.path, choice) for site in wide)
         return nn.Planned(model.clone(recipe="bf16", fused_wide=True), choices)
     raise ValueError(f"--arms {arm!r}: begin it with xla, ours, torchao, wide.")
-
-
-def _on_device(function: Callable[..., Any], arguments: tuple) -> Any:
-    """Returns a function of a random key, run without a search for fast kernels."""
-    run = jax.jit(function, compiler_options=untuned_here())
-    return run(jax.random.key(0), *arguments)
-
-
-def _variables(planned: nn.Planned, params, few: tuple) -> dict[str, Any]:
-    """Returns variables whose delayed scales are set, from few rows."""
-    if not planned.is_delayed:
-        return {"params": params}
-    by_xla = planned.by_xla()
-
-    def first_step(key, params, *inputs):
-        state = by_xla.init(key, *inputs)[_FP8]
-        _, (grads, _) = train_pass(by_xla, {"params": params, _FP8: state}, *inputs)
-        return grads[_FP8]
-
-    return {"params": params, _FP8: _on_device(first_step, (params, *few))}
 
 
 class Inference:
