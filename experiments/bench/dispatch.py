@@ -219,10 +219,8 @@ def initialized(planned: nn.Planned, inputs, params: Any = None) -> dict[str, An
     if params is not None:
         variables["params"] = params
     if planned.is_delayed:
-
-        def states(
-            variables, *inputs
-        ):  # alone: gradients of a wide model are gigabytes
+        # Without the other gradients: those of a wide model are gigabytes.
+        def states(variables, *inputs):
             _, (grads, _) = train_pass(planned, variables, *inputs)
             return grads[OVERWRITE_WITH_GRADIENT]
 

@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool
 
 from loka_jax.data import Batch, Part, Position
-from loka_jax.data.placement import placed
+from loka_jax.data.prefetch import placed
 from loka_jax.nn import ProbeConfig, merge_stats
 from loka_jax.ops import exchange, row_order
 from loka_jax.ops.collectives import sum_gradients

@@ -14,7 +14,7 @@ MISTAKES = [
     ),
     Mistake(
         "contracted dims of an einsum are paired in the kernel's own order",
-        f"{NN}/einsum.py",
+        f"{NN}/dense.py",
         "    return [left.index(c) for c in letters], [right.index(c) for c in letters]",
         "    return [left.index(c) for c in letters], sorted(right.index(c) for c in letters)",
         "unit/nn/convert_test.py",
@@ -204,8 +204,8 @@ MISTAKES = [
     Mistake(
         "the sum after a feed-forward network leaves out the attention",
         f"{MODELS}/dhen.py",
-        'return self._normalized(h + out, "ffn_norm", train=train)',
-        'return self._normalized(x + out, "ffn_norm", train=train)',
+        'return self._normalize(h + out, "ffn_norm", train=train)',
+        'return self._normalize(x + out, "ffn_norm", train=train)',
         "unit/models/models_test.py",
     ),
     Mistake(
