@@ -31,7 +31,7 @@ from loka_jax.train.network import network
     "changes",
     [
         {"data": {"rows": GENERATED_ROWS[:7]}},
-        {"data": {"world": 1}},
+        {"data": {"signal": 1.0}},
         {"data": {"examples": 1000}},
         {"model": {"top_mlp": (256, 64)}},
         {"embedding": {"dim": 8}},
