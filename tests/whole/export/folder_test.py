@@ -14,7 +14,7 @@ from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import Decision
 from loka_jax.export import folder, forms, loader
 from loka_jax.export.encoding import inputs_as_given
-from loka_jax.export.programs import evaluated
+from loka_jax.export.programs import evaluation_logits
 from loka_jax.ops.device import HOPPER
 from loka_jax.predict.trained import untrained
 from loka_jax.recipe import get_recipe
@@ -39,8 +39,8 @@ def test_a_cross_network_is_fused_in_evaluation_and_export(tmp_path):
     apart = form._replace(model=nn.Planned(model))
     rows = loader.load(tmp_path / "model").encoding.blank(32)
     inputs = rows._replace(dense=np.ones_like(rows.dense))
-    logits = evaluated(trained, form, inputs)
-    assert not np.array_equal(logits, evaluated(trained, apart, inputs))
+    logits = evaluation_logits(trained, form, inputs)
+    assert not np.array_equal(logits, evaluation_logits(trained, apart, inputs))
 
 
 def kernels_of(trained, rows):
