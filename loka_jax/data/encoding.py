@@ -11,7 +11,7 @@ times in training.
 
 import hashlib
 import re
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +27,7 @@ _WHOLE = re.compile(r"(-?[0-8]?[0-9]{1,15})\.0")
 LARGE_FLOAT = r"^-?((9[0-9]{15}|[0-9]{17,})\.0|[0-9](\.[0-9]+)?[eE]\+[0-9]+)$"
 
 
+@runtime_checkable
 class Encoder(Protocol):
     """Turns the values of one field into ids.
 
