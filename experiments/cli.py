@@ -14,7 +14,7 @@ import tyro
 
 from experiments.configs import all_names, descriptions, find_config
 from experiments.options import asks_for_help, expanded, parse_options, take
-from loka_jax.commands import called, interruptible
+from loka_jax.commands import command, interruptible
 from loka_jax.terminal import printable
 from loka_jax.train.config import Config
 from loka_jax.train.watch.guard import TrainingFailed
@@ -79,7 +79,7 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
     if config is not None:
         return config, rest
     if asks_for_help(rest):
-        print(f"usage: {called(script)} --config NAME [--option value ...]\n")
+        print(f"usage: {command(script)} --config NAME [--option value ...]\n")
         for name, text in descriptions().items():
             print(f"  {name:20} {text}")
         print("\nWith --config NAME, --help lists all options and defaults.")

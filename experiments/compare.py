@@ -24,7 +24,7 @@ import tyro
 
 from experiments.cli import run_cli
 from experiments.options import parse_alone
-from loka_jax.commands import spoken
+from loka_jax.commands import as_commands
 from loka_jax.report import ComparedRun, write_compare_page
 from loka_jax.train.folder.record import read_run
 from loka_jax.train.folder.scores_file import read_scores
@@ -68,7 +68,7 @@ def compare(
         ComparedRun(name, read_run(path), read_scores(path))
         for name, path in zip(_names(paths), paths, strict=True)
     ]
-    return write_compare_page(out, runs, spoken(command))
+    return write_compare_page(out, runs, as_commands(command))
 
 
 def _names(paths: list[pathlib.Path]) -> list[str]:

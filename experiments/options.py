@@ -11,7 +11,7 @@ from typing import Any
 
 import tyro
 
-from loka_jax.commands import called, spoken
+from loka_jax.commands import as_commands, command
 from loka_jax.options import option_of
 
 _OF_FLAX = {"name", "parent"}  # fields of its modules
@@ -32,7 +32,7 @@ def parse_options[T](
         ValueError: for an unknown option, with the nearest ones.
         SystemExit: with code 0 after `--help`, with code 2 for a bad value.
     """
-    prog = called(script) + (f" --config {config}" if config else "")
+    prog = command(script) + (f" --config {config}" if config else "")
     parsed, unknown = tyro.cli(
         type(default),
         default=default,
@@ -61,7 +61,7 @@ def parse_alone[T](
     """
     args = expanded(sys.argv[1:] if arguments is None else arguments)
     return tyro.cli(
-        kind, args=args, prog=called(script), description=spoken(text or "")
+        kind, args=args, prog=command(script), description=as_commands(text or "")
     )
 
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from experiments.cli import parse_with, run_cli
 from loka_jax import jsonfile
-from loka_jax.commands import spoken
+from loka_jax.commands import as_commands
 from loka_jax.data import Schema, generated, open_data
 from loka_jax.train.config import Config
 from loka_jax.train.planner.mesh_plan import (
@@ -127,7 +127,9 @@ def as_json(
 ) -> dict[str, Any]:
     """Returns workload, rates and meshes as JSON values."""
     return {
-        "command": spoken(shlex.join(["python", "experiments/plan.py", *sys.argv[1:]])),
+        "command": as_commands(
+            shlex.join(["python", "experiments/plan.py", *sys.argv[1:]])
+        ),
         "workload": dataclasses.asdict(workload),
         "rates": dataclasses.asdict(rates),
         "meshes": [

@@ -23,7 +23,7 @@ import shlex
 
 from experiments.cli import parse_with, run_cli
 from loka_jax import jsonfile
-from loka_jax.commands import spoken
+from loka_jax.commands import as_commands
 from loka_jax.jsonfile import as_dict
 from loka_jax.report import write_survey_page
 from loka_jax.survey import SurveyConfig, survey
@@ -53,7 +53,7 @@ def probe(config: Config, options: SurveyConfig, arguments: list[str]) -> int:
 
     result = survey(done.run, done.state, options, say)
     command = shlex.join(["python", "experiments/probe.py", *arguments])
-    result["command"] = spoken(command)
+    result["command"] = as_commands(command)
     jsonfile.write(done.workdir / "probe.json", result)
     path = done.workdir / record.AMAXES
     amaxes = jsonfile.read_lines(path, say, max_bytes=jsonfile.MAX_LINES_BYTES)

@@ -94,7 +94,7 @@ def run_by_python(command: Sequence[str]) -> list[str]:
     return [first, *rest]
 
 
-def spoken(text: str) -> str:
+def as_commands(text: str) -> str:
     """Returns a text that names scripts with the commands that run them here.
 
     A wheel has no `python experiments/train.py`; it has `loka train`.
@@ -104,9 +104,9 @@ def spoken(text: str) -> str:
     return re.sub(r"(?:uv run )?(?:python )?\bexperiments/(\w+)\.py", r"loka \1", text)
 
 
-def called(script: str) -> str:
+def command(script: str) -> str:
     """Returns how a script of `experiments/` is called here: "loka train", say."""
-    return spoken(f"python experiments/{script}")
+    return as_commands(f"python experiments/{script}")
 
 
 def _help() -> str:

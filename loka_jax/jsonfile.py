@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from loka_jax.options import did_you_mean
-from loka_jax.terminal import printable, shown
+from loka_jax.terminal import clip, printable
 
 MAX_BYTES = 16 << 20  # empty lists take 27 times as much memory as their text
 MAX_LINES_BYTES = 64 << 20  # of the lines that a page shows
@@ -178,7 +178,7 @@ def _require_known(value: Any, kept: Any, name: str = "") -> None:
             if key not in kept:
                 hint = did_you_mean(key, kept) or f"it has {', '.join(kept)}; "
                 raise ValueError(
-                    f"{shown(place)} is no field of this version: {hint}rename or "
+                    f"{clip(place)} is no field of this version: {hint}rename or "
                     "remove it."
                 )
             _require_known(item, kept[key], place)

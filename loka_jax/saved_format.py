@@ -9,7 +9,7 @@ import pathlib
 import re
 from typing import Any
 
-from loka_jax.terminal import shown
+from loka_jax.terminal import clip
 
 KEY = "format"  # of the number in config.json and in the manifest of a checkpoint
 # A run: config.json and the checkpoints with their meta values. A run keeps its
@@ -27,7 +27,7 @@ def why_not(number: object, reads: int) -> str | None:
         reads: the number of the format that this version reads.
     """
     if number is not None and type(number) is not int:
-        return f"its format is {shown(repr(number))}, not {reads}"
+        return f"its format is {clip(repr(number))}, not {reads}"
     if number == reads:
         return None
     which = "a later" if number is not None and number > reads else "an earlier"

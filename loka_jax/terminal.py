@@ -14,11 +14,11 @@ def printable(text: str) -> str:
     )
 
 
-def shown(text: object, limit: int = 40) -> str:
+def clip(text: object, limit: int = 40) -> str:
     """Returns the start of a text of others, fit for a line of a message."""
     return printable(str(text)[:limit])
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
     """Returns the type of an error and the start of its text, on one line."""
-    return f"{type(error).__name__}: {shown(' '.join(str(error).split()), limit)}"
+    return f"{type(error).__name__}: {clip(' '.join(str(error).split()), limit)}"

@@ -163,7 +163,7 @@ def _fetch(codec: Codec, provider: Implementation | None, on: Operands) -> jax.A
 
 
 def _give_back(codec: Codec, provider: Implementation, on: Operands) -> Any:
-    payload = row_codec.gathered(
+    payload = row_codec.gather(
         *(on.sums, on.routed.ends, codec, jnp.zeros(2, jnp.uint32)),
         implementation=provider,
     )

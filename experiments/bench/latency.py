@@ -44,9 +44,9 @@ from loka_jax.dispatch.table import RoleErrors
 from loka_jax.export import loader
 from loka_jax.export.encoding import inputs_as_given
 from loka_jax.export.forms import Form, Platform, make_form
-from loka_jax.export.programs import exported_with, logits_function
+from loka_jax.export.programs import export_function, logits_function
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT, Site
-from loka_jax.predict.trained import Trained, untrained
+from loka_jax.predict.trained import Trained, make_untrained
 from loka_jax.train.gradients import variables_of
 
 _FEW = 256  # rows that set the delayed scales
@@ -121,7 +121,7 @@ def model_of(name: str) -> Trained:
             data=dataclasses.replace(config.data, rows=(100_000,) * 26),
             embedding=dataclasses.replace(config.embedding, dim=128),
         )
-    trained = untrained(config, schema_of(config.data))
+    trained = make_untrained(config, schema_of(config.data))
     few = [
         jax.random.normal(jax.random.key(i), x.shape)
         for i, x in enumerate(trained.network.inputs(_FEW))
@@ -185,7 +185,7 @@ def _exported(
     variables = variables_of(trained.state)
     dense, rows = (np.zeros(x.shape, x.dtype) for x in network.inputs(batch))
     rows = jnp.asarray(rows, jnp.bfloat16)
-    exported, ready = exported_with(form, form.model.apply, variables, dense, rows)
+    exported, ready = export_function(form, form.model.apply, variables, dense, rows)
 
     def dense_part():
         run = jax.jit(exported.call, compiler_options=options)
@@ -198,7 +198,7 @@ def _exported(
     logits = logits_function(form.model, network.tables, trained.state)
     tables = jax.tree.leaves(trained.state.table)
     blank = loader.Encoding(*inputs_as_given(trained.schema)).blank(batch)
-    whole, prepared = exported_with(form, logits, own, tables, *blank)
+    whole, prepared = export_function(form, logits, own, tables, *blank)
 
     def from_ids():
         place = loader.results_place(form.platform)

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from loka_jax.terminal import shown
+from loka_jax.terminal import clip
 
 
 class Block(NamedTuple):
@@ -138,5 +138,5 @@ def list_lengths(column: pa.Array) -> np.ndarray:
 
 
 def _shortened(names: list[str], limit: int = 12) -> str:
-    start = ", ".join(shown(name) for name in names[:limit])
+    start = ", ".join(clip(name) for name in names[:limit])
     return f"{start} and {len(names) - limit} more" if len(names) > limit else start

@@ -35,7 +35,7 @@ from loka_jax.data.shards import (
     record_dtype_of,
 )
 from loka_jax.data.values import Counts, Range, is_positive, nothing_left
-from loka_jax.terminal import shown
+from loka_jax.terminal import clip
 
 PENDING_BYTES = 1 << 28  # of raw rows that are encoded together
 
@@ -256,7 +256,7 @@ class _Conversion:
         config, train, notes = self.config, self.splits["train"], []
         if config.weight is not None:
             notes.append(
-                f"Loss and metrics are weighted by column {shown(repr(config.weight))}."
+                f"Loss and metrics are weighted by column {clip(repr(config.weight))}."
             )
         if (rate := config.keep_negatives) < 1:
             notes.append(
@@ -267,7 +267,7 @@ class _Conversion:
         for name, count in zip(train.labels, train.labelled.tolist(), strict=True):
             if lacking := train.examples - count:
                 notes.append(
-                    f"{lacking:,} training rows have no label {shown(repr(name))} and "
+                    f"{lacking:,} training rows have no label {clip(repr(name))} and "
                     "count for the other tasks only."
                 )
         return notes
@@ -276,7 +276,7 @@ class _Conversion:
         """Returns a sentence on the room for each multi-valued column."""
         slots, limit = self.encoding.slots, self.config.max_values
         return [
-            f"Column {shown(repr(column))}: the first {n} values of a list are used, "
+            f"Column {clip(repr(column))}: the first {n} values of a list are used, "
             + ("the limit." if n == limit else "the most in a training row.")
             for column, n in zip(self.columns.multi, slots, strict=True)
         ]
@@ -288,14 +288,14 @@ class _Conversion:
             only, counts = self.dense_range.only_value(place), train.values.of(column)
             if cause := nothing_left(counts, train.examples, only, self.config):
                 found.append(
-                    f"Warning: nothing is left of dense column {shown(repr(column))} "
+                    f"Warning: nothing is left of dense column {clip(repr(column))} "
                     f"in the {train.examples:,} training rows: {cause}; leave it out, "
                     "or correct it."
                 )
         if names := left_out(self.config, self.sources):
             found.append(
                 "Warning: not read, as they are folders or their names say no split: "
-                f"{shown(listed(names), 200)}."
+                f"{clip(listed(names), 200)}."
             )
         by_split = (self.splits[s].values.warnings(f"the {s} rows") for s in SPLITS)
         return [*found, *itertools.chain.from_iterable(by_split)]

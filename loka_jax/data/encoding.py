@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from loka_jax.data.blocks import NULL_WORDS, Block, element_type
 from loka_jax.data.config import DataConfig
-from loka_jax.terminal import shown
+from loka_jax.terminal import clip
 
 # The texts of floats that are integers: those below 9e15, so that each has its own, and
 # larger ones.
@@ -65,7 +65,7 @@ def text_of(array: pa.Array, block: Block, column: str) -> pa.Array:
         array = pa.array([v and v.hex() for v in array.to_pylist()], pa.string())
     if element_type(array.type) != array.type:
         raise ValueError(
-            f"{block.file} column {column!r} holds {shown(array.type)}, no single "
+            f"{block.file} column {column!r} holds {clip(array.type)}, no single "
             "values: name it with --data.multi, or leave it out."
         )
     try:

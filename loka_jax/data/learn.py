@@ -26,7 +26,7 @@ from loka_jax.data.encoding import (
 )
 from loka_jax.data.records import Encoding, read_lists
 from loka_jax.data.values import Counts, Moments, clean_dense
-from loka_jax.terminal import shown
+from loka_jax.terminal import clip
 
 # What a container may use, in the two versions of Linux's control groups.
 _CONTAINER_LIMITS = (
@@ -244,7 +244,7 @@ def column_facts(
         "values": len(encoder.values) if known else None,
         "reserved": encoder.reserved if known else None,
         "counted_rows": num_rows,
-        "most_frequent": [[shown(row["value"], 40), row["count"]] for row in top],
+        "most_frequent": [[clip(row["value"], 40), row["count"]] for row in top],
         "warning": _warning(column, ranked, num_rows),
     }
 
@@ -255,7 +255,7 @@ def _warning(column: str, ranked: pa.Table, num_rows: int) -> str | None:
     if (guess := _separator(ranked)) is not None:
         separator, share, parts, values = guess
         return (
-            f"{shown(column)} looks multi-valued: {share:.0%} of its rows hold "
+            f"{clip(column)} looks multi-valued: {share:.0%} of its rows hold "
             f"{separator!r}, and {values:,} values are made of {parts:,} parts, but "
             "each is trained as one value: name the column with --data.multi, and "
             "--data.separator."
@@ -263,7 +263,7 @@ def _warning(column: str, ranked: pa.Table, num_rows: int) -> str | None:
     counted = pc.sum(ranked["count"]).as_py() or 0  # of lists, more than rows
     if len(ranked) >= 0.8 * max(num_rows, counted):
         return (
-            f"{shown(column)} has {len(ranked):,} values in {num_rows:,} rows: nothing "
+            f"{clip(column)} has {len(ranked):,} values in {num_rows:,} rows: nothing "
             "is learned from a value that is seen once; leave the column out, or raise "
             "--data.min-count."
         )

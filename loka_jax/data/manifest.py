@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from loka_jax import saved_format
 from loka_jax.data.batch import Schema
-from loka_jax.terminal import shown
+from loka_jax.terminal import clip
 
 MANIFEST = "manifest.json"
 FORMAT = "loka_jax shards"
@@ -193,4 +193,4 @@ def check_report(folder: pathlib.Path, report: dict) -> None:
 
 def _reason(error: BaseException) -> str:
     """Returns what is wrong, with the place, in one line."""
-    return shown(error, 200)
+    return clip(error, 200)

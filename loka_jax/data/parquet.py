@@ -21,7 +21,7 @@ from loka_jax.data.blocks import (
     plain,
 )
 from loka_jax.data.text import damage
-from loka_jax.terminal import shown
+from loka_jax.terminal import clip
 
 BLOCK_BYTES = 1 << 26
 MAX_BLOCK_ROWS = 1 << 17
@@ -66,7 +66,7 @@ def _parquet_blocks(
     for name in names:
         if pa.types.is_nested(element_type(kind := schema.field(name).type)):
             raise ValueError(
-                f"{path} column {name!r} holds {shown(kind)}, neither numbers nor "
+                f"{path} column {name!r} holds {clip(kind)}, neither numbers nor "
                 "text: leave it out, or convert it first."
             )
     done = 0

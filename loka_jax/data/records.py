@@ -39,7 +39,7 @@ from loka_jax.data.values import (
     transform_dense,
     without_missing,
 )
-from loka_jax.terminal import shown
+from loka_jax.terminal import clip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +140,8 @@ class Encoding:
             is_other = text_form(array.type) not in (None, trained)
             if is_other and array.null_count < len(array):
                 raise ValueError(
-                    f"{block.file} column {column!r} holds {shown(array.type)}, and "
-                    f"the training rows {shown(trained)}, where equal values may be "
+                    f"{block.file} column {column!r} holds {clip(array.type)}, and "
+                    f"the training rows {clip(trained)}, where equal values may be "
                     "written in another way: convert it."
                 )
 
@@ -307,7 +307,7 @@ def _flat(
     if element_type(array.type) == array.type:
         if separator is None:
             raise ValueError(
-                f"{block.file} column {column!r} holds {shown(array.type)}, no lists: "
+                f"{block.file} column {column!r} holds {clip(array.type)}, no lists: "
                 "name what stands between the values with --data.separator, as in '|'."
             )
         array = pc.split_pattern(text_of(array, block, column), separator)

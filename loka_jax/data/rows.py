@@ -21,7 +21,7 @@ from loka_jax.data.config import DataConfig, columns_of
 from loka_jax.data.files import Sources, reader_of
 from loka_jax.data.permutation import key_of, mix
 from loka_jax.data.values import is_positive, parse_labels, parse_numbers, refuse_first
-from loka_jax.terminal import shown
+from loka_jax.terminal import clip
 
 _SPLIT, _KEEP = 0, 1  # streams of hashed row numbers
 
@@ -270,4 +270,4 @@ def _as_dates(array: pa.Array) -> pa.Array | None:
 def _shown(time: float, is_date: bool) -> str:
     if is_date:
         return str(np.datetime64(int(time), "us"))
-    return shown(f"{time:.0f}" if time.is_integer() else repr(time))
+    return clip(f"{time:.0f}" if time.is_integer() else repr(time))

@@ -28,7 +28,7 @@ from loka_jax.data.shards import (
     vocabulary_name,
 )
 from loka_jax.data.values import Standardizer
-from loka_jax.terminal import shown
+from loka_jax.terminal import clip
 
 
 def digest_of(folder: ShardFolder) -> str:
@@ -141,7 +141,7 @@ def config_of(folder: ShardFolder) -> DataConfig:
     try:
         return msgspec.convert(values | {"kind": folder.manifest.kind}, DataConfig)
     except msgspec.ValidationError as error:
-        raise Unusable(folder.path, f"its settings: {shown(error, 200)}") from None
+        raise Unusable(folder.path, f"its settings: {clip(error, 200)}") from None
 
 
 def _encoders(folder: ShardFolder) -> Iterator[Encoder]:

@@ -23,7 +23,7 @@ import pyarrow as pa
 from pyarrow import csv as pa_csv
 
 from loka_jax.data.blocks import BadRows, Block, find_columns
-from loka_jax.terminal import shown
+from loka_jax.terminal import clip
 
 BLOCK_BYTES = 1 << 24  # read at once; also the longest row
 _BAD_ROW = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+)")
@@ -168,7 +168,7 @@ class _TextFile:
         line = _LINE_END.split(lines[end:], 1)[0].decode(errors="replace")
         raise ValueError(
             f"{self.path} {f'row {row}' if self.header else 'header'} has a quote "
-            f"out of place ({shown(line)}): quote values at both ends and within one "
+            f"out of place ({clip(line)}): quote values at both ends and within one "
             "line, and write quotes in them twice, or store the rows as Parquet."
         )
 
@@ -279,7 +279,7 @@ def _undecodable_rows_are_errors() -> Iterator[None]:
 
 def damage(error: Exception) -> str:
     """Returns the meaning of a failed read and, if there is one, the remedy."""
-    text = shown(str(error) or type(error).__name__, 200)
+    text = clip(str(error) or type(error).__name__, 200)
     if isinstance(error, EOFError) or "truncated" in text.lower():
         return "it is cut off; get the file again."
     if isinstance(error, PermissionError):

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from loka_jax.data.blocks import NULL_WORDS, Block, element_type
 from loka_jax.data.config import DataConfig
-from loka_jax.terminal import shown
+from loka_jax.terminal import clip
 
 # Spellings of a missing value in a dense column. Categorical columns keep those that
 # are no NULL_WORDS: NA may be Namibia. `nan` is parsed, and counted as NaN.
@@ -55,7 +55,7 @@ class Counts:
         One value may well be new, as that of a new user is. `which` names the rows.
         """
         return [
-            f"Warning: no value of column {shown(repr(column))} in {which} is in the "
+            f"Warning: no value of column {clip(repr(column))} in {which} is in the "
             "vocabulary, so that all rows read the row of id 0: check that it holds "
             "what the training rows hold, in the same spelling."
             for column, values in self._unknown.items()
@@ -104,7 +104,7 @@ def parse_numbers(
         if element_type(kind) != kind:
             remedy = "name the column with --data.multi"
         raise ValueError(
-            f"{block.file} column {column!r} holds {shown(kind)}, not numbers: "
+            f"{block.file} column {column!r} holds {clip(kind)}, not numbers: "
             f"{remedy}, or leave it out."
         )
     missing = np.asarray(array.is_null())

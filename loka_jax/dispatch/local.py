@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 
 from loka_jax.cache_folder import cache_folder
-from loka_jax.commands import spoken
+from loka_jax.commands import as_commands
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import why_no_fp8
 from loka_jax.dispatch.header import Header, header_here
@@ -83,7 +83,7 @@ def performance_of(path: str | os.PathLike) -> PerformanceModel:
     if reason is not None:
         raise ValueError(
             f"{path} does not hold here, because {reason}: measure a table with "
-            f"{spoken('experiments/tune.py')}, or plan without this one."
+            f"{as_commands('experiments/tune.py')}, or plan without this one."
         )
     here = local_performance().performance
     if here is None:

@@ -24,7 +24,7 @@ from loka_jax.normed import ActivationName, NormName
 from loka_jax.quality import MEASURES, Measure
 from loka_jax.recipe import ROLES, Role
 from loka_jax.site import Choice, SiteSpec
-from loka_jax.terminal import shown
+from loka_jax.terminal import clip
 
 SCHEMA = 4
 # A pass by itself, and within a chain of sites that hand their activations on in FP8:
@@ -247,7 +247,7 @@ def from_json(value: Any) -> Table:
     """
     schema = jsonfile.as_dict(value).get("schema")
     if schema != SCHEMA:
-        raise ValueError(f"its schema is {shown(schema)}, not {SCHEMA}.")
+        raise ValueError(f"its schema is {clip(schema)}, not {SCHEMA}.")
     file = jsonfile.typed(value, _File)
     if file.roofline is not None and min(vars(file.roofline).values()) <= 0:
         raise ValueError("a limit of its roofline is not positive.")
@@ -284,4 +284,4 @@ def _require_known(entry: Entry):
 
 def _require_among(value: Collection, names: Collection, *, all_of_them: bool = False):
     if not set(value) <= set(names) or (all_of_them and len(value) < len(names)):
-        raise ValueError(f"{shown(sorted(value))} are not {', '.join(names)}.")
+        raise ValueError(f"{clip(sorted(value))} are not {', '.join(names)}.")

@@ -90,7 +90,7 @@ def make_program(
     tables = jax.tree.leaves(state.table)
     logits = logits_function(form.model, trained.network.tables, state)
     inputs = tables, *encoding.blank(form.batch_size)
-    exported, ready = exported_with(form, logits, own, *inputs)
+    exported, ready = export_function(form, logits, own, *inputs)
     names = [weights.add(weight) for weight in ready]
     needs = None
     if _MOSAIC in exported.mlir_module():
@@ -98,7 +98,7 @@ def make_program(
     return Program(form, bytes(exported.serialize()), names, needs)
 
 
-def exported_with(
+def export_function(
     form: Form, function: Callable, weights: Any, *inputs: Any
 ) -> tuple[export.Exported, list[Array]]:
     """Returns a function of prepared weights and inputs, and the prepared weights."""

@@ -179,7 +179,7 @@ def merges() -> list[Case]:
         positions = jnp.arange(lists.size, dtype=jnp.int32)
         return tuple(jax.lax.sort((lists.ravel(), positions), num_keys=1))
 
-    ours = lambda lists: merge.merged(lists)  # noqa: E731
+    ours = lambda lists: merge.merge_lists(lists)  # noqa: E731
     return [Case("ascending lists", lambda: (lists,), ours, theirs, EXACT)]
 
 
@@ -198,7 +198,7 @@ def _row_wires_of(codec: Codec) -> list[Case]:
         return uneven(rows, dim, dtype="f4"), _numbers((lists, capacity), rows)
 
     def draw_payload():
-        encode = functools.partial(row_codec.gathered, implementation="xla", **how)
+        encode = functools.partial(row_codec.gather, implementation="xla", **how)
         return jax.jit(encode)(*draw()), slots
 
     by_xla = dict(implementation="xla", **how)
@@ -207,14 +207,14 @@ def _row_wires_of(codec: Codec) -> list[Case]:
             f"rows in {codec}, packed",
             draw,
             lambda *x: row_wire.encode(*x, **how),
-            functools.partial(row_codec.gathered, **by_xla),
+            functools.partial(row_codec.gather, **by_xla),
             EXACT,
         ),
         Case(
             f"rows in {codec}, spread",
             draw_payload,
             lambda *x: row_wire.decode(*x, dim=dim, **how),
-            functools.partial(row_codec.spread, dim=dim, **by_xla),
+            functools.partial(row_codec.scatter, dim=dim, **by_xla),
             EXACT,
         ),
     ]

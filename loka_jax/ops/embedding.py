@@ -356,7 +356,9 @@ def update_rows(
     implementation = chosen(implementation, why_not, *families)
     if implementation == "triton" and isinstance(optimizer, InPlaceRowOptimizer):
         is_merged = ascending and merge.why_not(len(ids), ids.size) is None
-        ids, order = by_kernel(merge.merged, ids) if is_merged else _sort(ids, num_rows)
+        ids, order = (
+            by_kernel(merge.merge_lists, ids) if is_merged else _sort(ids, num_rows)
+        )
         operands = (table, opt_state, ids, order, grads, jnp.asarray(lr))
         return by_kernel(optimizer.update_in_place, *operands, rounding)
     unique = sum_by_row(ids, row_grads, num_rows, implementation=implementation)

@@ -108,9 +108,9 @@ def rows_to_send(
         table: this device's part of the table.
         routed: from `route`, its lists `asked` exchanged.
         codec: of the rows on the wire.
-        implementation: as in `row_codec.gathered`.
+        implementation: as in `row_codec.gather`.
     """
-    return row_codec.gathered(table, routed.asked, codec, implementation=implementation)
+    return row_codec.gather(table, routed.asked, codec, implementation=implementation)
 
 
 def receive_rows(
@@ -125,7 +125,7 @@ def receive_rows(
 
     From what all devices have sent by `rows_to_send`.
     """
-    return row_codec.spread(
+    return row_codec.scatter(
         payload, routed.slots, codec, dim, implementation=implementation
     )
 
@@ -158,7 +158,7 @@ def sums_to_send(
         routed.sorted_slots, routed.order, grads, implementation=implementation
     )
     # Rounded by their places among all sums, which no capacity changes.
-    return row_codec.gathered(
+    return row_codec.gather(
         sums.grads, routed.ends, codec, words, implementation=implementation
     )
 

@@ -43,7 +43,7 @@ def row_bytes(codec: Codec, dim: int) -> int:
     return {"f32": 4 * dim, "bf16": 2 * dim}.get(codec, dim + 1)
 
 
-def gathered(
+def gather(
     rows: Float[Array, "R D"],
     ids: Int[Array, "L C"],
     codec: Codec,
@@ -71,7 +71,7 @@ def gathered(
     return encode(found, codec, None if words is None else (words, ids))
 
 
-def spread(
+def scatter(
     payload: Shaped[Array, "L w"],
     slots: Int[Array, "N"],
     codec: Codec,

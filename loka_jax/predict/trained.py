@@ -64,7 +64,7 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
     return Trained(config, schema, net, state, source.saved.step, placement, name)
 
 
-def untrained(config: Config, schema: Schema) -> Trained:
+def make_untrained(config: Config, schema: Schema) -> Trained:
     """Returns the model of a configuration as it is before training."""
     net = network(config, schema)
     state = _as_state(_initial(config, net, len(schema.dense)))

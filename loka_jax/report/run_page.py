@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from loka_jax.commands import spoken
+from loka_jax.commands import as_commands
 from loka_jax.jsonfile import as_dict
 from loka_jax.recipe import OPERANDS, ROLES
 from loka_jax.report import charts
@@ -31,7 +31,7 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
     summary = run.summary
     command, is_guessed = summary.get("command"), False
     if not command and (name := run.config.get("name")):
-        command = spoken(f"uv run python experiments/train.py --config {name}")
+        command = as_commands(f"uv run python experiments/train.py --config {name}")
         is_guessed = True
     return write_page(
         path,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from loka_jax import jsonfile
-from loka_jax.commands import called
+from loka_jax.commands import command
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch.at_start import tune_at_start
 from loka_jax.dispatch.candidates import why_no_fp8, why_not
@@ -179,7 +179,7 @@ def _file(config: Config) -> pathlib.Path | None:
     path = pathlib.Path(config.plan)
     if not path.is_file():
         raise ValueError(
-            f"--plan {path} is not a file: give a table of {called('tune.py')!r}, a "
+            f"--plan {path} is not a file: give a table of {command('tune.py')!r}, a "
             f"plan, or one of {AUTO!r}, {TUNE!r} and {OFF!r}."
         )
     return path

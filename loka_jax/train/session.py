@@ -15,7 +15,7 @@ import jax
 from rich.console import Console
 
 from loka_jax import jsonfile
-from loka_jax.commands import spoken
+from loka_jax.commands import as_commands
 from loka_jax.data import Position
 from loka_jax.data.shards import ShardFolder
 from loka_jax.report import write_run_page
@@ -38,7 +38,7 @@ from loka_jax.train.logs.progress import (
     print_data,
     print_plan,
     print_sites,
-    resuming,
+    resume_note,
 )
 from loka_jax.train.loop import Loop
 from loka_jax.train.mesh.devices import used_devices
@@ -145,7 +145,9 @@ def train(
         record.write_sites([site.as_row() for site in loop.run.running_sites])
         with display.doing("evaluating"):
             summary = summarize(loop, stop, record)
-        command = spoken(shlex.join(["python", f"experiments/{script}", *arguments]))
+        command = as_commands(
+            shlex.join(["python", f"experiments/{script}", *arguments])
+        )
         page = workdir / "report.html"
         record.write_summary(summary | {"command": command})
         if processes.is_first:
@@ -295,7 +297,7 @@ def _open_loop(
             parts = vars(state), run.placement.layout, config.identity()
             state = TrainState(**read_state(folders.newest, saved, *parts))
         progress = Progress.from_json(saved.meta.get("progress", {}))
-        display.say(resuming(saved.step, run.total_steps, config.loop))
+        display.say(resume_note(saved.step, run.total_steps, config.loop))
     elif config.run.resume:
         display.say("Nothing was saved yet: starting at step 0.")
     folders.best.drop_after(progress.step)

@@ -36,7 +36,7 @@ def why_not(lists: int, entries: int) -> str | None:
     return None
 
 
-def merged(
+def merge_lists(
     lists: Int[Array, "K C"], *, config: TuningConfig = CONFIG
 ) -> tuple[Int[Array, "N"], Int[Array, "N"]]:
     """Returns the entries of all lists in ascending order, and their former positions.

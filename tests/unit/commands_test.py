@@ -41,9 +41,9 @@ def test_a_command_is_a_script_with_a_main(as_in_a_wheel, capsys):
 
 def test_texts_and_processes_name_what_the_installation_has(as_in_a_wheel, monkeypatch):
     text = "run 'uv run python experiments/train.py --resume', or experiments/tune.py"
-    assert commands.spoken(text) == "run 'loka train --resume', or loka tune"
+    assert commands.as_commands(text) == "run 'loka train --resume', or loka tune"
     monkeypatch.undo()
-    assert commands.spoken(text) == text
+    assert commands.as_commands(text) == text
     assert commands.run_by_python(("x.py", "--a")) == ["x.py", "--a"]
     command = ["-m", "loka_jax.commands", "train", "--a"]
     assert commands.run_by_python(("train", "--a")) == command

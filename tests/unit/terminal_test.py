@@ -1,6 +1,6 @@
 import pytest
 
-from loka_jax.terminal import one_line, printable, shown
+from loka_jax.terminal import clip, one_line, printable
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_what_a_terminal_obeys_becomes_an_escape(text, escaped):
 
 
 def test_only_the_start_of_a_long_text_or_error_is_shown():
-    assert shown("a\x1b" + 100 * "b") == r"a\x1b" + 38 * "b"
+    assert clip("a\x1b" + 100 * "b") == r"a\x1b" + 38 * "b"
     error = OSError("no room:\n\n  disk \x1b[2J" + 300 * "x")
     assert one_line(error, 20) == r"OSError: no room: disk \x1b[2Jxx"
     assert one_line(KeyError(), 20) == "KeyError: "

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Collection, Iterator
 
 from loka_jax import jsonfile, saved_format
-from loka_jax.terminal import shown
+from loka_jax.terminal import clip
 from loka_jax.train.config import Config
 
 # Fields that are not in the JSON of a model: Flax's own.
@@ -65,7 +65,7 @@ def _classes(values: object) -> tuple[type[Config], type]:
     if not isinstance(kind, str) or kind not in by_kind:
         kinds = ", ".join(sorted(by_kind))
         raise ValueError(
-            f"model.kind is {shown(kind)}, which is none of {kinds}: use what "
+            f"model.kind is {clip(kind)}, which is none of {kinds}: use what "
             "--print-config prints, or name the Python file of your own model with "
             "--config FILE.py:FUNCTION."
         )

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 
 from loka_jax.data.saved_encoding import values_of
 from loka_jax.data.shards import ShardFolder
-from loka_jax.terminal import shown
+from loka_jax.terminal import clip
 
 BINS = 15  # of predictions, with equally many examples
 VALUES = 5  # of a column, the most frequent ones
@@ -80,7 +80,7 @@ def with_names(
 
     def named(column: dict[str, Any]) -> dict[str, Any]:
         pairs = zip(column["values"], values_by_column[column["column"]], strict=True)
-        values = [value | {"name": name and shown(name)} for value, name in pairs]
+        values = [value | {"name": name and clip(name)} for value, name in pairs]
         return column | {"values": values}
 
     return [named(column) for column in columns]

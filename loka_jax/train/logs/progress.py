@@ -196,7 +196,7 @@ def _quality(values: dict) -> str:
     )
 
 
-def resuming(step: int, total_steps: int, loop: LoopConfig) -> str:
+def resume_note(step: int, total_steps: int, loop: LoopConfig) -> str:
     """Returns a sentence on where a run goes on, or how it would if it has ended."""
     if step < total_steps:
         return f"Resuming at step {step:,}."

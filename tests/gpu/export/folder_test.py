@@ -13,7 +13,7 @@ from loka_jax.export import loader
 from loka_jax.export.encoding import inputs_as_given
 from loka_jax.export.folder import write_model
 from loka_jax.export.forms import make_form
-from loka_jax.predict.trained import untrained
+from loka_jax.predict.trained import make_untrained
 from loka_jax.site import Choice
 from tests.support.export import in_a_clean_environment
 
@@ -24,7 +24,7 @@ def test_mosaic_kernels_run_where_only_jax_is_installed(tmp_path):
     config = find_config("fp8_dlrm")
     model = config.model.clone(norm="layer", recipe="fp8_rowwise")
     schema = schema_of(config.data)
-    trained = untrained(dataclasses.replace(config, model=model), schema)
+    trained = make_untrained(dataclasses.replace(config, model=model), schema)
     sites = trained.network.list_sites(DispatchPlan(), 128)
     decision = Decision(Choice.parse("pallas fp8_rowwise"), "asked")
     plan = DispatchPlan(tuple((s.path, decision) for s in sites if s.has_choice))

@@ -17,7 +17,7 @@ from loka_jax.export.encoding import inputs_as_given
 from loka_jax.export.folder import write_model
 from loka_jax.export.forms import make_form
 from loka_jax.models import Dlrm
-from loka_jax.predict.trained import untrained
+from loka_jax.predict.trained import make_untrained
 from loka_jax.train.config import DlrmConfig, EmbeddingConfig
 
 SCHEMA = Schema(
@@ -79,7 +79,7 @@ def exported(tmp_path_factory):
     """A folder of a small model, and what was written."""
     model = Dlrm(bottom_mlp=(16,), top_mlp=(16,), recipe="fp8_tensorwise")
     config = DlrmConfig(name="x", model=model, embedding=EmbeddingConfig(dim=16))
-    trained = untrained(config, SCHEMA)
+    trained = make_untrained(config, SCHEMA)
     made = iter([make_form(trained, "cpu", 16, DispatchPlan())])
     out = tmp_path_factory.mktemp("exported") / "model"
     return out, write_model(trained, inputs_as_given(SCHEMA), made, out, say=print)

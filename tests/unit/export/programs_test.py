@@ -20,7 +20,7 @@ def test_a_program_with_kernels_names_their_gpu(monkeypatch, kernels, capability
     exported = SimpleNamespace(
         mlir_module=lambda: f"call @{kernels}", serialize=lambda: bytearray(b"program")
     )
-    monkeypatch.setattr(programs, "exported_with", lambda *_: (exported, ready))
+    monkeypatch.setattr(programs, "export_function", lambda *_: (exported, ready))
     trained, weights = blank_dlrm(), Weights()
     runs = {"site": "pallas"}
     form = forms.Form("cuda", 16, trained.config.model, HOPPER, runs, {"a": "b"})

@@ -68,7 +68,7 @@ def test_operations_refuse_what_is_not_served():
     with refused(match="encode: float16 is neither"):
         row_wire.encode(ones(2, 4, dtype=HALF), ids[None], codec="int8")
     with refused(match="merged: 17 lists are more than 16"):
-        merge.merged(jnp.zeros((17, 10), I32))
+        merge.merge_lists(jnp.zeros((17, 10), I32))
     with refused(match="pack: float16 is neither"):
         packed.pack(ones(1000, dtype=HALF), ones(2, dtype=U32), PACKING)
 
@@ -121,8 +121,8 @@ def test_rows_for_the_wire_are_followed_by_their_scales(launches, codec, dtype, 
 
 
 def test_merged_lists_are_searched_to_the_last_entry(launches):
-    merge.merged(ones(3, 100, dtype=I32))
-    merge.merged(ones(2, 64, dtype=I32))
+    merge.merge_lists(ones(3, 100, dtype=I32))
+    merge.merge_lists(ones(2, 64, dtype=I32))
     for launch in launches:
         launch.assert_given(halvings=7)  # of 65 places in a list of 64, too
 

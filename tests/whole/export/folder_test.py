@@ -16,7 +16,7 @@ from loka_jax.export import folder, forms, loader
 from loka_jax.export.encoding import inputs_as_given
 from loka_jax.export.programs import evaluation_logits
 from loka_jax.ops.device import HOPPER
-from loka_jax.predict.trained import untrained
+from loka_jax.predict.trained import make_untrained
 from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice
 from tests.support.configs import tiny
@@ -27,7 +27,7 @@ def test_a_cross_network_is_fused_in_evaluation_and_export(tmp_path):
     config = tiny("fp8_dcnv2")
     model = config.model.clone(fused_wide=True, recipe="fp8_tensorwise_delayed")
     schema = schema_of(config.data)
-    start = untrained(dataclasses.replace(config, model=model), schema)
+    start = make_untrained(dataclasses.replace(config, model=model), schema)
     one = scaling.stored(jnp.ones(3), get_recipe(model.recipe)).table
     scales = jax.tree.map(lambda _: one, start.state.fp8)
     trained = start._replace(state=dataclasses.replace(start.state, fp8=scales))

@@ -159,7 +159,7 @@ RANDOM = shape(2, dtype=jnp.uint32)
         (row_wire.encode, (TABLE, IDS, RANDOM), dict(codec="int8"), WORDS),
         (row_wire.decode, (PAYLOAD, LISTS[1]), dict(codec="bf16", dim=16), WORDS),
         (route.lists, LISTS, dict(owners=16, part=10**8, capacity=43336), []),
-        (merge.merged, (shape(16, 43336, dtype=I32),), {}, []),
+        (merge.merge_lists, (shape(16, 43336, dtype=I32),), {}, []),
         (packed.pack, (shape(2**24, dtype=F32), RANDOM), PACKED, ["st.global"]),
         (packed.sum_packed, (BYTES, RANDOM), PACKED, ["st.global"]),
         (packed.unpack, (BYTES,), PACKED, ["ld.global"]),

@@ -110,7 +110,7 @@ def test_rows_are_packed_and_spread_as_by_xla(
 ):
     rows, ids = table(dim, dtype=dtype), numbers((lists, capacity), 50)
     ours = row_wire.encode(rows, ids, words, codec=codec)
-    theirs = row_codec.gathered(rows, ids, codec, words, implementation="xla")
+    theirs = row_codec.gather(rows, ids, codec, words, implementation="xla")
     assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
     unpack = functools.partial(row_codec.decode, codec=codec, dim=dim)
     found, want = (np.asarray(unpack(x), np.float32) for x in (ours, theirs))
@@ -119,7 +119,7 @@ def test_rows_are_packed_and_spread_as_by_xla(
     np.testing.assert_array_equal(found[is_fine], want[is_fine])
     slots = numbers((1000,), lists * capacity)
     ours = row_wire.decode(theirs, slots, codec, dim)
-    theirs = row_codec.spread(theirs, slots, codec, dim, implementation="xla")
+    theirs = row_codec.scatter(theirs, slots, codec, dim, implementation="xla")
     assert ours.dtype == theirs.dtype == BF16
     np.testing.assert_array_equal(ours.astype(F32), theirs.astype(F32))
 
@@ -196,7 +196,7 @@ def test_merged_entries_are_those_of_a_stable_sort(case, count, capacity):
     }[case]
     lists = np.sort(lists, axis=1).astype(np.int32)
     config = merge.TuningConfig(tile=32)
-    entries, order = merge.merged(jnp.asarray(lists), config=config)
+    entries, order = merge.merge_lists(jnp.asarray(lists), config=config)
     want = np.argsort(lists.ravel(), kind="stable")
     np.testing.assert_array_equal(order, want)
     np.testing.assert_array_equal(entries, lists.ravel()[want])
