@@ -60,7 +60,7 @@ def test_a_run_prints_and_leaves_what_it_promises(tmp_path):
     assert list((workdir / "profile").rglob("*.xplane.pb"))
     assert list((workdir / "tensorboard").glob("events*"))
     assert (summary["seed"], summary["steps"], summary["finished"]) == (3, 8, True)
-    assert summary["command"].startswith("python experiments/train.py --config csv_dl")
+    assert summary["command"].startswith("python experiments/train.py --config ")
 
 
 LIGHT = """
