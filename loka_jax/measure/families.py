@@ -79,7 +79,7 @@ FAMILIES: dict[str, Family] = {
         "row_update.rowwise_adagrad",
     ),
     "route": _family(routes, "triton", "route.lists"),
-    "merge": _family(merges, "triton", "merge.merged"),
+    "merge": _family(merges, "triton", "merge.merge_lists"),
     "row_wire": _family(row_wires, "triton", "row_wire.encode", "row_wire.decode"),
     "packed": _family(
         packings, "triton", "packed.pack", "packed.sum_packed", "packed.unpack"
