@@ -8,6 +8,7 @@ devices: in the background these would come in another order than training's.
 
 import itertools
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from loka_jax.train.processes.group import ALONE, Processes
 
 _TIMEOUT_SECONDS = 3600  # of a barrier: the slowest disk of all is waited for
 _meetings = itertools.count()
+_one_at_a_time = threading.Lock()
 
 
 def quiet() -> None:
@@ -43,7 +45,8 @@ def meet(processes: Processes, name: str) -> None:
 def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Writes arrays to a new folder, in a process alone."""
     handler, args, _ = _orbax_arguments(arrays, ALONE)
-    with ocp.Checkpointer(handler) as writer:
+    # Orbax numbers saves by process: two at once await each other's folders.
+    with _one_at_a_time, ocp.Checkpointer(handler) as writer:
         writer.save(path, args=args)
 
 
