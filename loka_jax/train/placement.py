@@ -178,12 +178,10 @@ class Placement:
             routed: what a mesh has routed of it; None of one device.
         """
         del routed
-        ids = by_stack(lookup.find, self.tables, split(self.tables, batch))
+        parts = split(self.tables, batch)
+        ids = by_stack(lookup.find, self.tables, parts)
         bad_ids = by_stack(
-            lambda _, *part: lookup.count_bad_ids(*part),
-            self.tables,
-            ids,
-            split(self.tables, batch),
+            lambda _, *part: lookup.count_bad_ids(*part), self.tables, ids, parts
         )
         rows = self._embeddings(network, state, ids)
         return rows, Found(ids, jax.tree.reduce(jnp.add, bad_ids))
