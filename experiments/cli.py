@@ -12,12 +12,11 @@ from typing import Annotated, Any
 import jax
 import tyro
 
-from experiments.configs import all_names, descriptions, find_config
+from experiments.configs import all_names, descriptions, find_config, get_config
 from experiments.options import asks_for_help, expanded, parse_options, take
 from loka_jax.commands import command, interruptible
 from loka_jax.terminal import printable
 from loka_jax.train.config import Config
-from loka_jax.train.watch.guard import TrainingFailed
 
 
 def parse(arguments: list[str], script: str = "train.py") -> Config:
@@ -34,8 +33,7 @@ def parse(arguments: list[str], script: str = "train.py") -> Config:
         ValueError: in one sentence, for an unknown configuration or option.
         SystemExit: with code 0 after `--help`, with code 2 for a bad value.
     """
-    default, rest = _default(arguments, script)
-    return parse_options(default, rest, script, config=default.name)
+    return parse_with(arguments, script)[0]
 
 
 def parse_with(
@@ -43,12 +41,46 @@ def parse_with(
 ) -> tuple[Config, dict[str, Any]]:
     """Returns the configuration like `parse`, and further options by name.
 
+    On a Hopper GPU `fp8_dlrm` and its baseline have a width at which FP8 pays; says so
+    on the error output. A GPU takes seconds to start, so options are read first.
+
     Args:
         arguments: the command line.
         script: name of the script in experiments/.
         **options: the defaults of the further options: dataclasses or plain values.
     """
     default, rest = _default(arguments, script)
+    config, others = _parse(default, rest, script, options)
+    name, _ = take(arguments, "--config")
+    if name not in _WIDE or not _is_on_hopper():
+        return config, others
+    wide = get_config(_WIDE[name])
+    print(
+        f"On a Hopper GPU {name} is {wide.name}: a width at which FP8 is faster than "
+        f"any bfloat16. --config {name}_small is the one that a CPU trains.",
+        file=sys.stderr,
+    )
+    return _parse(wide, rest, script, options)
+
+
+_WIDE = {"fp8_dlrm": "fp8_dlrm_wide", "bf16_dlrm": "bf16_dlrm_wide"}
+
+
+def _is_on_hopper() -> bool:
+    from loka_jax.ops.device import HOPPER, local_device
+    from loka_jax.train.processes.group import start
+
+    start()  # the processes of a run, before any of them asks for its devices
+    try:
+        return local_device().compute_capability == HOPPER.compute_capability
+    except (RuntimeError, AssertionError):
+        return False  # the session says why JAX cannot run
+
+
+def _parse(
+    default: Config, arguments: list[str], script: str, options: dict[str, Any]
+) -> tuple[Config, dict[str, Any]]:
+    """Returns a configuration and further options with those of a command line."""
     combined = dataclasses.make_dataclass(
         "Options",
         [
@@ -57,7 +89,7 @@ def parse_with(
         ],
     )
     parsed = parse_options(
-        combined(default, **options), rest, script, config=default.name
+        combined(default, **options), arguments, script, config=default.name
     )
     return parsed.run, {name: getattr(parsed, name) for name in options}
 
@@ -74,7 +106,7 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
     """
     name, rest = take(expanded(arguments), "--config")
     if name is not None:
-        return find_config(_named_here(name, rest)), rest
+        return find_config(name), rest
     config = _of_a_run(rest)
     if config is not None:
         return config, rest
@@ -90,37 +122,6 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
         f"--config NAME is missing: {hint}use one of {', '.join(all_names())}; or "
         "resume a run with --resume --workdir FOLDER."
     )
-
-
-_WIDE = {"fp8_dlrm": "fp8_dlrm_wide", "bf16_dlrm": "bf16_dlrm_wide"}
-
-
-def _named_here(name: str, arguments: list[str]) -> str:
-    """Returns the registered configuration that a name stands for on this device.
-
-    On a Hopper GPU `fp8_dlrm` and its baseline have a width at which FP8 pays; says so
-    on the error output. Help is not worth a GPU's start.
-    """
-    if name not in _WIDE or asks_for_help(arguments) or not _is_on_hopper():
-        return name
-    wide = _WIDE[name]
-    print(
-        f"On a Hopper GPU {name} is {wide}: a width at which FP8 is faster than any "
-        f"bfloat16. --config {name}_small is the one that a CPU trains.",
-        file=sys.stderr,
-    )
-    return wide
-
-
-def _is_on_hopper() -> bool:
-    from loka_jax.ops.device import HOPPER, local_device
-    from loka_jax.train.processes.group import start
-
-    start()  # the processes of a run, before any of them asks for its devices
-    try:
-        return local_device().compute_capability == HOPPER.compute_capability
-    except (RuntimeError, AssertionError):
-        return False  # the session says why JAX cannot run
 
 
 def _of_a_run(arguments: list[str]) -> Config | None:
@@ -162,8 +163,6 @@ def run_cli(command: Callable[[], int]) -> int:
         return command()
     except ValueError as error:
         return _fail(str(error), 2)
-    except TrainingFailed as error:
-        return _fail(str(error), 1)
     except OSError as error:
         return _fail(_reason(error), 1)
     except jax.errors.JaxRuntimeError as error:
@@ -176,6 +175,12 @@ def run_cli(command: Callable[[], int]) -> int:
         )
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        from loka_jax.train.watch.guard import TrainingFailed  # a second of imports
+
+        if not isinstance(error, TrainingFailed):
+            raise
+        return _fail(str(error), 1)
 
 
 def _reason(error: OSError) -> str:

@@ -71,6 +71,13 @@ try:
 finally:
     print(*sorted({"jax", "flax", "numpy", "pyarrow"} & sys.modules.keys()))
 """
+MISTYPED = """
+import sys
+from experiments import train
+code = train.main(["--config", "fp8_dlrm", "--data.eaxmples", "3"])
+slow = {"orbax", "scipy", "loka_jax.train.build", "loka_jax.train.session"}
+print(code, *sorted(slow & sys.modules.keys()))
+"""
 IMPORTS = """
 import sys, loka_jax, loka_jax.nn
 import loka_jax.report
@@ -80,8 +87,10 @@ print(*sorted({"flax.nnx", "jax.experimental.mosaic.gpu"} & sys.modules.keys()))
 """
 
 
-def test_the_help_and_the_library_import_nothing_heavy():
+def test_help_mistyped_options_and_the_library_import_nothing_heavy():
     done = run(sys.executable, "-c", LIGHT)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "")
+    done = run(sys.executable, "-c", MISTYPED)
+    assert (done.stdout, done.stderr[:31]) == ("2\n", "error: there is no option --dat")
     done = run(sys.executable, "-W", "error", "-c", IMPORTS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "\n\n", "")
