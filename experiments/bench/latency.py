@@ -32,7 +32,6 @@ import tyro
 
 from experiments.bench import models
 from experiments.bench import result as results
-from experiments.bench.dispatch import initialized
 from experiments.configs import find_config
 from loka_jax import nn
 from loka_jax.data.generated import schema_of
@@ -127,7 +126,7 @@ def model_of(name: str) -> Trained:
         for i, x in enumerate(trained.network.inputs(_FEW))
     ]
     by_xla = nn.Planned(config.model).by_xla()
-    set_scales = initialized(by_xla, few, trained.state.params)
+    set_scales = models.initialized(by_xla, few, trained.state.params)
     fp8 = set_scales[OVERWRITE_WITH_GRADIENT]
     return trained._replace(state=dataclasses.replace(trained.state, fp8=fp8))
 

@@ -1,31 +1,21 @@
-"""The models that are timed, ours and Flax's.
-
-tower        dense layers with LayerNorm and swish, and a linear head
-fp8_dlrm     the small DLRM of that configuration
-mlperf_dlrm  the dense part of the MLPerf benchmark's DLRM
-fp8_dcnv2    the small DCN V2 of that configuration
-wide ones    those of `experiments/configs/wide.py`, see `wide`
-"""
+"""The models that are timed, and how they are run: plans, inputs, scales, a pass."""
 
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
-from flax import linen
+import optax
 
 from experiments.configs import get_config
 from loka_jax import nn
 from loka_jax.data.planted import NUM_DENSE
-from loka_jax.models import Dcnv2, Dlrm, RankingModel
-from loka_jax.normed import ActivationName, NormName
-from loka_jax.site import Provider
+from loka_jax.measure.compiling import untuned_here
+from loka_jax.models import Dlrm, RankingModel
+from loka_jax.nn import OVERWRITE_WITH_GRADIENT
+from loka_jax.site import Choice
 
-TOWER_FEATURES = (512, 512, 256, 256)
-DLRM = Dlrm(bottom_mlp=(64,), top_mlp=(256, 128), recipe="bf16")
 MLPERF_DLRM = Dlrm(bottom_mlp=(512, 256), top_mlp=(1024, 1024, 512, 256), recipe="bf16")
-DCNV2 = Dcnv2(num_cross_layers=2, deep_mlp=(256, 128), recipe="bf16")
-# By name: the configurations `fp8_NAME`.
-WIDE = ("mlperf_dcnv2", "wukong_m", "wukong_l", "wukong_xl", "dhen_m", "dhen_l")
 # LoKA's Mods, one by one.
 type Mod = Literal["no_bias", "block", "hard_swish"]
 MODS: dict[str, dict[str, Any]] = {
@@ -41,7 +31,7 @@ def wide(name: str) -> tuple[RankingModel, Callable[[int], Shapes]]:
     """Returns the dense part of a wide model, and its inputs' shapes for m rows.
 
     Args:
-        name: of `WIDE`, or another configuration `fp8_NAME`, with all Mods but for the
+        name: of a configuration `fp8_NAME`, with all Mods but for the
             MLPerf benchmark's; "NAME MOD" has one of `MODS` alone, "NAME plain" none.
             Where hard_swish is missing there is swish, which it replaces.
 
@@ -62,86 +52,67 @@ def wide(name: str) -> tuple[RankingModel, Callable[[int], Shapes]]:
     return model, lambda m: ((m, NUM_DENSE), (m, fields, dim))
 
 
-def wide_names() -> list[str]:
-    """Returns the names that `wide` takes."""
-    mods = ("", " plain", *(f" {mod}" for mod in MODS))
-    return [f"{name}{mod}" for name in WIDE for mod in mods]
+def forced(model, sites, choice: str) -> nn.Planned:
+    """Returns a model by XLA alone, a choice at some sites, bfloat16 elsewhere."""
+    choices = tuple((site.path, Choice.parse(choice)) for site in sites)
+    others = model.clone(recipe="bf16", implementation="xla")
+    return nn.Planned(others, choices)
 
 
-class Tower(linen.Module):
-    """The tower in a recipe, from float32 rows to float32 logits.
+def passes_torchao(recipe: str, k: int, n: int) -> bool:
+    """Returns True if torchao's automatic filter converts a (k, n) weight."""
+    if k % 16 or n % 16:
+        return False
+    if recipe == "fp8_rowwise":
+        return not (n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048))
+    return not (k <= 4096 and n <= 1024)
 
-    Attributes:
-        features: widths of the layers.
-        recipe: of their sites.
-        implementation: "xla" for XLA alone; None for kernels where they serve.
-        norm, activation: of every layer.
+
+def make_inputs(shapes, seed: int) -> tuple:
+    """Returns normal bfloat16 inputs of these shapes."""
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return tuple(
+        jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16)
+        for key, shape in zip(keys, shapes, strict=True)
+    )
+
+
+def initialized(planned: nn.Planned, inputs, params: Any = None) -> dict[str, Any]:
+    """Returns variables whose delayed scales are set.
+
+    Args:
+        planned: the model.
+        inputs: of the model.
+        params: its parameters; None to draw them.
     """
+    options = untuned_here()
 
-    features: tuple[int, ...] = TOWER_FEATURES
-    recipe: str = "bf16"
-    implementation: Provider | None = None
-    norm: NormName = "layer"
-    activation: ActivationName = "swish"
+    def init(*inputs):
+        variables = dict(planned.init(jax.random.key(0), *inputs))
+        if params is not None:
+            del variables["params"]
+        return variables
 
-    @linen.compact
-    def __call__(self, x):
-        """Returns a logit a row."""
-        x = nn.Mlp(
-            self.features,
-            recipe=self.recipe,
-            norm=self.norm,
-            activation=self.activation,
-            implementation=self.implementation,
-            name="tower",
-        )(x.astype(jnp.bfloat16))
-        return nn.Dense(1, recipe="f32", name="head")(x)[:, 0]
+    variables = jax.jit(init, compiler_options=options)(*inputs)
+    if params is not None:
+        variables["params"] = params
+    if planned.is_delayed:
+        # Without the other gradients: those of a wide model are gigabytes.
+        def states(variables, *inputs):
+            _, (grads, _) = train_pass(planned, variables, *inputs)
+            return grads[OVERWRITE_WITH_GRADIENT]
 
-
-class WithHead(linen.Module):
-    """Layers of any kind and Flax's linear head in bfloat16."""
-
-    layers: linen.Module
-
-    @linen.compact
-    def __call__(self, x):
-        """Returns a float32 logit a row."""
-        logits = linen.Dense(1, dtype=jnp.bfloat16, name="head")(self.layers(x))
-        return logits[:, 0].astype(jnp.float32)
+        set_scales = jax.jit(states, compiler_options=options)
+        variables |= {OVERWRITE_WITH_GRADIENT: set_scales(variables, *inputs)}
+    return variables
 
 
-class FlaxMlp(linen.Module):
-    """`nn.Mlp` as Flax users write it.
+def train_pass(planned: nn.Planned, variables, *inputs):
+    """Returns the loss, and the gradients of variables and inputs."""
 
-    Attributes:
-        features: widths of the layers.
-        norm: "layer" or "none".
-        activation: after every layer.
-        use_bias: add a bias before the norm, as Flax does by default.
-        is_fp8: use Flax's FP8 op in layers whose sizes allow it.
-    """
+    def loss(variables, inputs):
+        logits = jnp.asarray(planned.apply(variables, *inputs))
+        labels = (jnp.arange(logits.shape[0]) % 2).astype(logits.dtype)
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, labels))
 
-    features: tuple[int, ...]
-    norm: str = "none"
-    activation: nn.ActivationName = "relu"
-    use_bias: bool = True
-    is_fp8: bool = True
-
-    @linen.compact
-    def __call__(self, x, *, train: bool = False):
-        """Returns the last layer's activations."""
-        for i, features in enumerate(self.features):
-            fits = x.shape[-1] % 16 == 0 and features % 16 == 0
-            x = linen.Dense(
-                features,
-                use_bias=self.use_bias,
-                dtype=jnp.bfloat16,
-                dot_general_cls=(
-                    linen.Fp8DirectDotGeneralOp if self.is_fp8 and fits else None
-                ),
-                name=f"dense_{i}",
-            )(x)
-            if self.norm == "layer":
-                x = linen.LayerNorm(dtype=jnp.bfloat16, name=f"norm_{i}")(x)
-            x = nn.activation(self.activation)(x)
-        return x
+    return jax.value_and_grad(loss, argnums=(0, 1))(variables, inputs)

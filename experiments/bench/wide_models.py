@@ -39,7 +39,7 @@ import tyro
 
 from experiments.bench import models
 from experiments.bench import result as results
-from experiments.bench.dispatch import (
+from experiments.bench.models import (
     forced,
     initialized,
     make_inputs,
