@@ -16,11 +16,8 @@ queue, divided by the repetitions. Sums are compared with psum's on the devices:
 and whether all devices have the same bits. `wire` is the dtypes of the collectives in
 the compiled program: XLA may sum bfloat16 in float32.
 
-Then the kernels alone on one GPU, by the profiler, as a fraction of the speed at which
-they would copy the bytes that they read and write, with `--configs` to tune them.
-
 `--table` adds the times to the table by which `gradients auto` chooses.
-On a CPU, to try it: `--mib 0.01 --local-mib 0.01 --repeat 2` and
+On a CPU, to try it: `--mib 0.01 --repeat 2` and
 XLA_FLAGS=--xla_force_host_platform_device_count=2.
 """
 
@@ -28,7 +25,6 @@ import dataclasses
 import functools
 import pathlib
 import re
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,24 +35,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.bench import result as results
-from loka_jax import triton, xla
+from loka_jax import triton
 from loka_jax.dispatch import gradient_wire
-from loka_jax.measure.compiling import compile_all, leaves
-from loka_jax.measure.timing import Case, time_chains, time_kernels
+from loka_jax.measure.timing import time_chains
 from loka_jax.ops.collectives import quantized_psum, sum_gradients
-from loka_jax.packed import Format, Packing
 from loka_jax.terminal import one_line
-from loka_jax.triton import packed as kernels
 
 AXIS = "device"
 SMALL = 2.0**-60  # repeated sums grow: 20 over 8 devices by 2^60
-ROTATED_BYTES, MAX_SETS = 120e6, 16  # twice the L2, from 2 MiB on
-CONFIGS = tuple(
-    kernels.TuningConfig(values, warps)
-    for warps in (4, 8)
-    for values in (512, 1024, 2048, 4096, 8192)
-    if values >= 128 * warps
-)
 _COLLECTIVE = re.compile(
     r"= (.+?) (?:all-to-all|all-gather|all-reduce|reduce-scatter)(?:-start)?\("
 )
@@ -65,64 +51,43 @@ Sum = Callable[[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Arguments(results.Options):
     """Options of the benchmark.
 
     Attributes:
-        out: where to write the JSON, after every size; printed only if None.
         table: the table of `gradients auto` to which the times are added.
         mib: sizes of a device's array in float32.
         blocks: of 8-bit forms at every size.
         all_blocks_at: the size at which every block is timed.
         repeat: sums in a program.
-        local_mib: sizes at which the kernels are timed alone.
-        configs: also time other tuning configs of the kernels.
-        budget_s: begin no size after that many seconds.
     """
 
-    out: pathlib.Path | None = None
     table: pathlib.Path | None = None
     mib: tuple[float, ...] = (1, 4, 16, 64, 256)
     blocks: tuple[int, ...] = (128,)
     all_blocks_at: float = 64
     repeat: int = 20
-    local_mib: tuple[float, ...] = (64, 256)
-    configs: bool = False
-    budget_s: float = 140.0
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
-    """Measures, prints, writes and returns the result."""
-    start = time.perf_counter()
-    device = jax.devices()[0].device_kind
+def main(arguments: Arguments) -> None:
+    """Measures, prints and writes the result."""
     mesh = jax.make_mesh(
         (jax.device_count(),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,)
     )
     result = results.head("collectives", arguments) | {
-        "device": device,
+        "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
         "time": f"wall clock, {arguments.repeat} sums in a program, queued",
         "inputs": "N(0, 1), another seed on every device",
         "triton": triton.why_not_here() or "runs",
         "rows": [],
-        "local": [],
     }
-    print(f"{jax.device_count()} x {device}, Triton: {result['triton']}")
-    steps = [("rows", functools.partial(measure, mesh, arguments), arguments.mib)]
-    steps.append(("local", functools.partial(local, arguments), arguments.local_mib))
-    for name, step, sizes in steps:
-        for mib in sizes:
-            if time.perf_counter() - start > arguments.budget_s:
-                result["stopped_before"] = f"{name} at {mib} MiB"
-                print("stopped before", result["stopped_before"])
-                break
-            result[name].append({"mib": mib} | step(mib))
-            result["seconds"] = time.perf_counter() - start
-            _print(name, result[name][-1])
-            results.write(arguments.out, result)
+    print(f"{result['devices']} x {result['device']}, Triton: {result['triton']}")
+    for mib in results.in_time(arguments.mib, result, arguments):
+        result["rows"].append({"mib": mib} | measure(mesh, arguments, mib))
+        _print(result["rows"][-1])
     if arguments.table is not None:
         gradient_wire.add(arguments.table, host_times(result))
-    return result
 
 
 def forms(arguments: Arguments, mib: float) -> dict[str, Sum]:
@@ -227,83 +192,6 @@ def wire_types(hlo: str) -> list[str]:
     return sorted(set(re.findall(r"([a-z]\w*)\[", types)))
 
 
-def local(arguments: Arguments, mib: float) -> dict[str, Any]:
-    """Returns the kernel times of packing, adding up and unpacking on one GPU."""
-    size, devices = round(mib * 2**18), max(2, jax.device_count())
-    num_sets = min(max(2, round(ROTATED_BYTES / (4 * size))), MAX_SETS)
-    keys = jax.random.split(jax.random.key(0, impl="rbg"), num_sets)
-    sets = [jax.random.normal(key, (size,)) for key in keys]
-    programs: dict[str, tuple[Callable, list[tuple]]] = {
-        "copy": (lambda x: 1.5 * x, [(x,) for x in sets])
-    }
-    num_bytes = {"copy": 8 * size}
-    for format in ("int8", "e4m3"):
-        packing = Packing(size, devices, arguments.blocks[0], format)
-        words = jnp.zeros(2, jnp.uint32)
-        pack = jax.jit(functools.partial(xla.pack, words=words, packing=packing))
-        rows = [pack(x) for x in sets]
-        # Two devices unpack both vectors, and add them up.
-        pairs = [jnp.tile(x, (2, 1)) for x in rows] if devices == 2 else rows
-        operands = {"pack": sets, "sum_packed": rows, "unpack": pairs}
-        for name, run in _providers(arguments, packing, format).items():
-            part = name.split()[0]
-            programs[name] = run, [(x,) for x in operands[part]]
-            packed = pairs if part == "unpack" else rows
-            total = packing.row_bytes if part == "sum_packed" else 4 * size
-            num_bytes[name] = packed[0].size + total
-    compiled = compile_all(
-        {n: (run, inputs[0]) for n, (run, inputs) in programs.items()}
-    )
-    cases = {
-        name: Case(function, [leaves(one) for one in programs[name][1]])
-        for name, function in compiled.items()
-        if not isinstance(function, Exception)
-    }
-    times = time_kernels(cases)
-    rate = num_bytes["copy"] / times["copy"].median_us
-    records: dict[str, dict[str, Any]] = {
-        name: {"failed": one_line(function)}
-        for name, function in compiled.items()
-        if isinstance(function, Exception)
-    }
-    for name, timing in times.items():
-        records[name] = {
-            "us": timing.median_us,
-            "kernels": timing.kernels,
-            "of_copy_floor": num_bytes[name] / rate / timing.median_us,
-        }
-    return {"parts": devices, "copy_gb_s": rate / 1e3, "kernels": records}
-
-
-def _providers(
-    arguments: Arguments, packing: Packing, format: Format
-) -> dict[str, Callable]:
-    """Returns the functions that are timed, by part, format, provider and config."""
-    names = ("pack", "unpack")
-    if packing.parts > 2:
-        names = (*names, "sum_packed")
-    words = jnp.zeros(2, jnp.uint32)
-    how = {
-        name: dict(packing=packing) | ({} if name == "unpack" else dict(words=words))
-        for name in names
-    }
-    runs: dict[str, Callable] = {
-        f"{name} {format} xla": functools.partial(getattr(xla, name), **how[name])
-        for name in names
-    }
-    if triton.why_not_here():
-        return runs
-    for name in names:
-        run = functools.partial(getattr(kernels, name), **how[name])
-        runs[f"{name} {format} triton"] = run
-        for config in CONFIGS if arguments.configs and format == "int8" else ():
-            tile = f"{config.values}x{config.num_warps}"
-            runs[f"{name} {format} triton {tile}"] = functools.partial(
-                run, config=config
-            )
-    return runs
-
-
 def host_times(result: dict[str, Any]) -> dict[str, Any]:
     """Returns the times of a result as the table of `gradients auto` has them."""
     names = {"f32": "f32", "bf16": "bf16"}
@@ -323,9 +211,9 @@ def host_times(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _print(name: str, row: dict[str, Any]) -> None:
-    print(f"{name}: {row['mib']} MiB")
-    for form, record in row["forms" if name == "rows" else "kernels"].items():
+def _print(row: dict[str, Any]) -> None:
+    print(f"{row['mib']} MiB")
+    for form, record in row["forms"].items():
         shown = {
             k: round(v, 2) if isinstance(v, float) else v for k, v in record.items()
         }

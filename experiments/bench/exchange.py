@@ -23,8 +23,7 @@ XLA_FLAGS=--xla_force_host_platform_device_count=2.
 import concurrent.futures
 import dataclasses
 import functools
-import pathlib
-import time
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -52,11 +51,10 @@ ROUNDS = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Arguments(results.Options):
     """Options of the benchmark.
 
     Attributes:
-        out: where to write the JSON, after every case; printed only if None.
         devices: numbers of GPUs; those that are not there are left out.
         dims: values of a row.
         ids: that each GPU looks up.
@@ -64,10 +62,8 @@ class Arguments:
         codecs: of the payload.
         repeat: exchanges in a program.
         calls: programs in a round.
-        budget_s: begin no case after that many seconds.
     """
 
-    out: pathlib.Path | None = None
     devices: tuple[int, ...] = (1, 2, 4, 8)
     dims: tuple[int, ...] = (16, 128)
     ids: int = 65_536 * 26
@@ -75,7 +71,6 @@ class Arguments:
     codecs: tuple[Codec, ...] = CODECS
     repeat: int = 4
     calls: int = 4
-    budget_s: float = 140.0
 
 
 class Operands(NamedTuple):
@@ -86,28 +81,20 @@ class Operands(NamedTuple):
     routed: Routed
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
-    """Measures, prints, writes and returns the result."""
-    start = time.perf_counter()
+def main(arguments: Arguments) -> None:
+    """Measures, prints and writes the result."""
     result = results.head("exchange", arguments) | {
         "time": f"wall clock, {arguments.repeat} exchanges in a program, queued",
         "inputs": "ids: 1 / rank; rows and sums: N(0, 1)",
         "triton": triton.why_not_here() or "runs",
         "cases": [],
     }
-    for devices in arguments.devices:
-        for dim in arguments.dims:
-            used = time.perf_counter() - start
-            if devices > jax.device_count() or used > arguments.budget_s:
-                result.setdefault("left_out", []).append([devices, dim])
-                continue
-            case = {"devices": devices, "dim": dim} | measure(arguments, devices, dim)
-            result["cases"].append(case)
-            result["seconds"] = time.perf_counter() - start
-            _print(case)
-            results.write(arguments.out, result)
-    results.write(arguments.out, result)
-    return result
+    there = [n for n in arguments.devices if n <= jax.device_count()]
+    cases = list(itertools.product(there, arguments.dims))
+    for devices, dim in results.in_time(cases, result, arguments):
+        case = {"devices": devices, "dim": dim} | measure(arguments, devices, dim)
+        result["cases"].append(case)
+        _print(case)
 
 
 def measure(arguments: Arguments, devices: int, dim: int) -> dict[str, Any]:

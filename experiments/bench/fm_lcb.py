@@ -3,12 +3,9 @@
     python experiments/bench/fm_lcb.py --out fm_lcb.json
 
 For every size and batch: kernel time of each form by JAX's profiler, median over input
-sets that together exceed twice the L2; the floor by bytes (X read once, FM and LCB
-written once) and by FLOPs, at the copy bandwidth and the GEMM rate measured first; and
-the speed over the best of XLA's. Ours run with their own tuning config and are checked
-against float32 first. The same for the backward pass (X, and the gradients of FM and
-LCB read once, that of X written once), and for training, the forward and the backward
-pass.
+sets that together exceed twice the L2, and the speed over the best of XLA's. Ours run
+with their own tuning config and are checked against float32 first. The same for the
+backward pass, and for training, the forward and the backward pass.
 
 Without a GPU times are wall clock and only XLA's forms run, to try the script:
 `--batches 4 --sizes S`.
@@ -16,8 +13,7 @@ Without a GPU times are wall clock and only XLA's forms run, to try the script:
 
 import dataclasses
 import functools
-import pathlib
-import time
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +23,6 @@ import tyro
 
 from experiments.bench import result as results
 from experiments.bench.forms import Form, num_sets, print_records, time_forms
-from loka_jax.measure.roofline import Roofline, measure_roofline
 from loka_jax.ops.device import local_device
 from loka_jax.pallas import fm_lcb, fm_lcb_backward
 
@@ -45,15 +40,6 @@ class Size:
     k: int
     m: int
 
-    def flops(self, batch: int) -> float:
-        """Returns the FLOPs of the forward pass."""
-        return 2.0 * batch * self.n * self.d * (self.m + self.k)
-
-    def num_bytes(self, batch: int, copies_of_x: int) -> float:
-        """Returns the bytes of FM, LCB and X, so many times: 2 in a backward pass."""
-        out = self.n * self.k + (self.m - self.k) * self.d
-        return 2.0 * batch * (copies_of_x * self.n * self.d + out)
-
 
 SIZES = {
     "S": Size(n=40, d=64, k=24, m=40),
@@ -64,62 +50,35 @@ SIZES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Arguments(results.Options):
     """Options of the benchmark.
 
     Attributes:
-        out: where to write the JSON, after every size; printed only if None.
         batches: examples.
         sizes: S, M, L, XL.
-        budget_s: begin no size after that many seconds.
     """
 
-    out: pathlib.Path | None = None
     batches: tuple[int, ...] = (4096, 16384)
     sizes: tuple[str, ...] = tuple(SIZES)
-    budget_s: float | None = None
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
-    """Measures, prints, writes and returns the result."""
-    start = time.perf_counter()
-    roofline = measure_roofline()
-    device = jax.devices()[0].device_kind
-    print(f"{device}: {roofline}")
-    result = results.head("fm_lcb", arguments) | {
-        "device": device,
-        "inputs": "N(0, 1); weights N(0, 1 / n)",
-        "roofline": dataclasses.asdict(roofline),
-        "rows": [],
-    }
-    for batch in arguments.batches:
-        for name in arguments.sizes:
-            seconds = time.perf_counter() - start
-            if arguments.budget_s is not None and seconds > arguments.budget_s:
-                result["stopped_before"] = f"{name} at {batch}"
-                print(f"stopped before {result['stopped_before']}")
-                return result
-            row = {"size": name, "batch": batch}
-            row |= measure(SIZES[name], batch, roofline)
-            result["rows"].append(row)
-            result["seconds"] = time.perf_counter() - start
-            floor = ", ".join(f"{key} {us:.1f}" for key, us in row["floor"].items())
-            print(f"{name} at {batch}: floor {floor}")
-            print_records(row["forms"])
-            results.write(arguments.out, result)
-    return result
+def main(arguments: Arguments) -> None:
+    """Measures, prints and writes the result."""
+    about = {"inputs": "N(0, 1); weights N(0, 1 / n)", "rows": []}
+    result = results.head("fm_lcb", arguments) | about
+    cases = list(itertools.product(arguments.batches, arguments.sizes))
+    for batch, name in results.in_time(cases, result, arguments):
+        forms = measure(SIZES[name], batch)
+        result["rows"].append({"size": name, "batch": batch, "forms": forms})
+        print(f"{name} at {batch}")
+        print_records(forms)
 
 
-def measure(size: Size, batch: int, roofline: Roofline) -> dict[str, Any]:
-    """Returns the floors, and a record of every form by name, as `time_forms` does."""
-    floor = {
-        "bytes_us": size.num_bytes(batch, 1) / roofline.bytes_per_us,
-        "flops_us": size.flops(batch) / roofline.bf16_flops_per_us,
-        "backward_bytes_us": size.num_bytes(batch, 2) / roofline.bytes_per_us,
-    }
+def measure(size: Size, batch: int) -> dict[str, Any]:
+    """Returns a record of every form by name, as `time_forms` does."""
     key = jax.random.key(batch, impl="rbg")  # the generator that is quick on a GPU
     make = jax.jit(lambda key: make_operands(size, batch, key))
-    count = num_sets(size.num_bytes(batch, 1))
+    count = num_sets(2 * batch * size.n * (size.d + size.k))
     sets = [make(key) for key in jax.random.split(key, count)]
     records: dict[str, dict[str, Any]] = {}
     for passes, prefix in PASSES.items():
@@ -137,7 +96,7 @@ def measure(size: Size, batch: int, roofline: Roofline) -> dict[str, Any]:
             if "us" in record:
                 record["vs_xla"] = min(us) / record["us"]
         records |= timed
-    return {"floor": floor, "forms": records}
+    return records
 
 
 def by_xla(k: int, passes: str) -> dict[str, Callable[..., Any]]:

@@ -95,7 +95,4 @@ def print_records(records: Mapping[str, Mapping[str, Any]]) -> None:
             print(f"  {name:32} {', '.join(reasons)}")
             continue
         ratio = f"{record['vs_xla']:6.2f}x" if "vs_xla" in record else " " * 7
-        line = f"  {name:32} {record['us']:9.1f} us {ratio}"
-        if "of_floor" in record:
-            line += f"{record['of_floor']:6.0%} of the floor"
-        print(line, flush=True)
+        print(f"  {name:32} {record['us']:9.1f} us {ratio}", flush=True)

@@ -20,7 +20,6 @@ where the loader of exported models puts them.
 import concurrent.futures
 import dataclasses
 import functools
-import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -55,22 +54,18 @@ _ARMS = ("xla bf16", "ours bf16", "ours fp8")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Arguments(results.Options):
     """Options of the benchmark.
 
     Attributes:
-        out: where to write the JSON, after every program; printed only if None.
         models: fp8_dlrm, mlperf_dlrm (26 tables of 100,000 rows).
         batches: rows of a call.
         arms: of those above.
-        budget_s: begin no batch size after that many seconds.
     """
 
-    out: pathlib.Path | None = None
     models: tuple[str, ...] = ("fp8_dlrm", "mlperf_dlrm")
     batches: tuple[int, ...] = (1, 16, 128, 1024, 8192)
     arms: tuple[str, ...] = _ARMS
-    budget_s: float = 110.0
 
 
 class Case(NamedTuple):
@@ -91,23 +86,16 @@ class Case(NamedTuple):
     sites: dict[str, str]
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
-    """Measures, prints, writes and returns the result."""
-    start = time.perf_counter()
+def main(arguments: Arguments) -> None:
+    """Measures, prints and writes the result."""
     result = results.head("latency", arguments) | {"models": {}}
     for name in arguments.models:
         trained, rows = model_of(name), result["models"].setdefault(name, [])
-        for batch in arguments.batches:  # compiled by batch, so that few are lost
-            if time.perf_counter() - start > arguments.budget_s:
-                print(f"{name}: stopped before {batch:,} rows: the budget is spent")
-                break
+        for batch in results.in_time(arguments.batches, result, arguments):
             for case, call in _prepared(list(_cases(trained, arguments.arms, batch))):
                 row = {"kind": case.kind, "batch": case.batch, "arm": case.arm}
                 rows.append(row | _timed(case, call))
                 print(f"{name}: {_line(rows[-1])}", flush=True)
-                result["seconds"] = time.perf_counter() - start
-                results.write(arguments.out, result)
-    return result
 
 
 def model_of(name: str) -> Trained:

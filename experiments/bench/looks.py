@@ -11,9 +11,6 @@ On a CPU: `--config fp8_dlrm --batch-sizes 64 --calls 2`.
 """
 
 import dataclasses
-import functools
-import pathlib
-import sys
 import time
 from typing import Any
 
@@ -24,7 +21,6 @@ from experiments.bench import result as results
 from experiments.bench.models import Mod
 from experiments.bench.step_split import run_of
 from experiments.bench.steps import READ_STEP, chain_of, warm_up
-from experiments.cli import run_cli
 from loka_jax.data import Position
 from loka_jax.measure.timing import profile_kernels, time_chains
 from loka_jax.train.watch.host_state import Progress
@@ -32,11 +28,10 @@ from loka_jax.train.watch.looks import look_step, watched
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Arguments(results.Options):
     """Options of the benchmark.
 
     Attributes:
-        out: where to write the JSON; printed only if None.
         config: a configuration on generated data.
         batch_sizes: examples a step.
         recipe: of all sites, with kernels where they serve.
@@ -44,7 +39,6 @@ class Arguments:
         calls: steps and looks in a round.
     """
 
-    out: pathlib.Path | None = None
     config: str = "fp8_wukong_m"
     batch_sizes: tuple[int, ...] = (2048, 16384)
     recipe: str = "fp8_tensorwise_delayed"
@@ -52,10 +46,10 @@ class Arguments:
     calls: int = 20
 
 
-def main(arguments: Arguments) -> int:
+def main(arguments: Arguments) -> None:
     """Measures, prints a line for each batch size, writes the result."""
     result = results.head("looks", arguments) | {"runs": {}}
-    for size in arguments.batch_sizes:
+    for size in results.in_time(arguments.batch_sizes, result, arguments):
         record = measure(arguments, size)
         result["runs"][f"{arguments.config} {size}"] = record
         print(
@@ -65,8 +59,6 @@ def main(arguments: Arguments) -> int:
             f"at one look in {record['look_every']} steps",
             flush=True,
         )
-        results.write(arguments.out, result)
-    return 0
 
 
 def measure(arguments: Arguments, size: int) -> dict[str, Any]:
@@ -112,5 +104,4 @@ def _peak_bytes() -> int | None:
 
 
 if __name__ == "__main__":
-    chosen = tyro.cli(Arguments, description=__doc__)
-    sys.exit(run_cli(functools.partial(main, chosen)))
+    main(tyro.cli(Arguments, description=__doc__))

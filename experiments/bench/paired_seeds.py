@@ -33,7 +33,6 @@ from typing import Any
 import scipy.stats
 
 from experiments.bench import result as results
-from experiments.bench.origin import origin
 from loka_jax.recipe import get_recipe
 from loka_jax.train.folder.record import read_run
 
@@ -65,7 +64,7 @@ def train_once(
     Raises:
         RuntimeError: with the end of the output if the run failed.
     """
-    made_by = origin()
+    made_by = results.origin()
     with tempfile.TemporaryDirectory() as folder:
         workdir = pathlib.Path(folder) / "run"
         arguments = ["--config", config, "--seed", str(seed)]

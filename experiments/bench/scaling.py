@@ -31,7 +31,6 @@ from typing import Any, Literal
 import jax
 
 from experiments.bench import result as results
-from experiments.bench.origin import origin
 from experiments.bench.scaling_job import Point
 from experiments.cli import parse_with, run_cli
 from experiments.plan import schema_of
@@ -85,7 +84,7 @@ def measure(config: Config, options: Options) -> int:
     result: dict[str, Any] = {
         "benchmark": "scaling",
         "command": results.command(),
-        **origin(),
+        **results.origin(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),  # the jobs have them too
         "config": config.identity(),
         "time": "wall clock of queued steps, median of seven rounds",

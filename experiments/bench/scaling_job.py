@@ -30,9 +30,13 @@ from typing import Any, NamedTuple
 import jax
 
 from experiments.bench import result as results
-from experiments.bench.origin import origin
-from experiments.bench.step_parts import kernels_by_part
-from experiments.bench.steps import NUM_BATCHES, READ_STEP, Chain, chain_of
+from experiments.bench.steps import (
+    NUM_BATCHES,
+    READ_STEP,
+    Chain,
+    chain_of,
+    kernels_by_part,
+)
 from experiments.cli import parse_with, run_cli
 from loka_jax import jsonfile
 from loka_jax.data import Batch, Position
@@ -103,7 +107,7 @@ def measure_all(config: Config, options: Options) -> int:
     begun = time.perf_counter()
     points = [Point.parse(text) for text in options.points]
     processes = start()
-    result: dict[str, Any] = {"versions": versions(), **origin()}
+    result: dict[str, Any] = {"versions": versions(), **results.origin()}
     result |= {"processes": processes.count, "points": []}
     for point in points:
         used = time.perf_counter() - begun

@@ -3,7 +3,7 @@
     python experiments/bench/step_split.py --config fp8_dlrm --out step_split.json
 
 For each arm: microseconds a step (wall clock of queued steps, on batches made before),
-the device's kernel time by part of the step (`step_parts`), and the memory of the
+the device's kernel time by part of the step (`steps`), and the memory of the
 compiled step. Arms, by default all but the last:
 
     xla bf16     bfloat16 by XLA alone
@@ -16,9 +16,7 @@ Without a GPU the parts are zero: `--batch-size 64 --calls 2`.
 """
 
 import dataclasses
-import functools
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,9 +24,13 @@ import tyro
 
 from experiments.bench import result as results
 from experiments.bench.models import MODS, Mod
-from experiments.bench.step_parts import kernels_by_part
-from experiments.bench.steps import READ_STEP, chain_of, memory_bytes, warm_up
-from experiments.cli import run_cli
+from experiments.bench.steps import (
+    READ_STEP,
+    chain_of,
+    kernels_by_part,
+    memory_bytes,
+    warm_up,
+)
 from experiments.configs import get_config
 from loka_jax.dispatch.plan import plan_rows
 from loka_jax.measure.compiling import NO_CAPTURE
@@ -59,7 +61,7 @@ class Arguments:
     mods: tuple[Mod, ...] = ()
 
 
-def main(arguments: Arguments) -> int:
+def main(arguments: Arguments) -> None:
     """Measures, prints a table, writes the result."""
     arms = arguments.arms or _arms(arguments.config)
     options = arguments.batch_size, arguments.mods, arguments.plan
@@ -82,7 +84,6 @@ def main(arguments: Arguments) -> int:
     }
     results.write(arguments.out, result)
     _print(result)
-    return 0
 
 
 def _arms(config: str) -> list[str]:
@@ -144,5 +145,4 @@ def _print(result: dict[str, Any]):
 
 
 if __name__ == "__main__":
-    chosen = tyro.cli(Arguments, description=__doc__)
-    sys.exit(run_cli(functools.partial(main, chosen)))
+    main(tyro.cli(Arguments, description=__doc__))

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import tyro
 
 from experiments.bench import result as results
+from experiments.bench.forms import num_sets
 from loka_jax.fp8 import E4M3, Fp8Array
 from loka_jax.measure.compiling import compile_all
 from loka_jax.measure.timing import Case, time_kernels
@@ -41,8 +42,6 @@ FORMS = {
     "training": (E4M3, Outputs(y_fp8="tensorwise", xhat=E4M3, rstd=True)),
     "bf16": (BF16, Outputs()),
 }
-ROTATED_BYTES = 120e6  # twice the L2
-MAX_SETS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,8 +107,7 @@ def time_configs(problem: Problem) -> dict[TuningConfig, float]:
     """Returns microseconds per launch with each config of the search space."""
     spec, dtype = problem.spec, problem.dtype
     num_bytes = spec.m * spec.k * jnp.dtype(dtype).itemsize
-    num_sets = max(2, min(MAX_SETS, int(ROTATED_BYTES / num_bytes)))
-    *row_keys, key = jax.random.split(jax.random.key(0), num_sets + 1)
+    *row_keys, key = jax.random.split(jax.random.key(0), num_sets(num_bytes) + 1)
     make = jax.jit(lambda key: jax.random.normal(key, (spec.m, spec.k)).astype(dtype))
     rows = [(make(key),) for key in row_keys]
     w = jax.random.normal(key, (spec.n, spec.k)).astype(dtype)

@@ -25,8 +25,8 @@ Without a GPU times are wall clock: `--models wukong --batches 64`.
 
 import dataclasses
 import gc
+import itertools
 import math
-import pathlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -72,52 +72,41 @@ _OPTIM = OptimConfig(lr=1e-3, clip_norm=10.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Arguments(results.Options):
     """Options of the benchmark.
 
     Attributes:
-        out: where to write the JSON, after every arm; printed only if None.
         models: of `models.wide`: mlperf_dcnv2, wukong_m, "wukong_m plain", dhen_l.
         batches: rows.
         arms: of those above.
         recipe: of arms "fp8".
         kinds: of programs to time.
         calls: of a program in each of three profiles.
-        budget_s: begin no arm after that many seconds.
     """
 
-    out: pathlib.Path | None = None
     models: tuple[str, ...] = ("mlperf_dcnv2", "wukong_m")
     batches: tuple[int, ...] = (16384,)
     arms: tuple[str, ...] = _ARMS
     recipe: str = _DELAYED
     kinds: tuple[Literal["training", "inference"], ...] = ("training", "inference")
     calls: int = 5
-    budget_s: float | None = None
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
-    """Measures, prints, writes and returns the result."""
-    start = time.perf_counter()
+def main(arguments: Arguments) -> None:
+    """Measures, prints and writes the result."""
     result = results.head("wide_models", arguments) | {"inputs": "N(0, 1)", "runs": []}
-    for name in arguments.models:
-        for batch in arguments.batches:
-            seconds = time.perf_counter() - start
-            if arguments.budget_s is not None and seconds > arguments.budget_s:
-                print(f"stopped before {name} {batch}: {seconds:.0f} s are over")
-                return result
-            run: dict[str, Any] = {"model": name, "batch": batch, "programs": {}}
-            result["runs"].append(run)
-            programs = make_programs(name, batch, arguments)
-            for key, record in compiled_and_timed(programs, arguments.calls):
-                run["programs"][key] = record
-                result["seconds"] = time.perf_counter() - start
-                print(f"{name}, {batch} rows, {key} [{result['seconds']:.0f} s]")
-                _print(run["programs"], key)
-                results.write(arguments.out, result)
-            del programs
-            gc.collect()  # the next model needs the memory
-    return result
+    cases = list(itertools.product(arguments.models, arguments.batches))
+    for name, batch in results.in_time(cases, result, arguments):
+        run: dict[str, Any] = {"model": name, "batch": batch, "programs": {}}
+        result["runs"].append(run)
+        programs = make_programs(name, batch, arguments)
+        for key, record in compiled_and_timed(programs, arguments.calls):
+            run["programs"][key] = record
+            print(f"{name}, {batch} rows, {key}")
+            _print(run["programs"], key)
+            results.write(arguments.out, result)
+        del programs
+        gc.collect()  # the next model needs the memory
 
 
 def make_programs(

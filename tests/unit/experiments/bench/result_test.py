@@ -7,7 +7,6 @@ import subprocess
 
 import pytest
 
-from experiments.bench import origin as origins
 from experiments.bench import result as results
 from loka_jax.dispatch import sources
 
@@ -21,25 +20,25 @@ def _git(folder, *command):
 
 
 def test_a_commit_is_that_of_the_tree_and_says_if_it_is_not_clean(tmp_path):
-    assert origins.commit(tmp_path) is None
+    assert results.commit(tmp_path) is None
     (tmp_path / "experiments/results").mkdir(parents=True)
     (tmp_path / "a.py").write_text("x = 1\n")
     for command in (["init"], ["add", "."], ["commit", "-m", "One."]):
         _git(tmp_path, *command)
     head = _git(tmp_path, "rev-parse", "HEAD").strip()
     (tmp_path / "experiments/results/new.json").write_text("{}")
-    assert len(head) == 40 and origins.commit(tmp_path) == head
+    assert len(head) == 40 and results.commit(tmp_path) == head
     (tmp_path / "b.py").write_text("x = 1\n")  # in no commit
-    assert origins.commit(tmp_path) == f"{head}-dirty"
+    assert results.commit(tmp_path) == f"{head}-dirty"
     (tmp_path / "b.py").unlink()
     (tmp_path / "a.py").write_text("x = 2\n")
-    assert origins.commit(tmp_path) == f"{head}-dirty"
+    assert results.commit(tmp_path) == f"{head}-dirty"
 
 
 def test_what_is_written_has_both_in_place_of_those_of_earlier_runs(tmp_path):
     results.write(tmp_path / "x.json", {"points": [], "commit": "an earlier one"})
     written = json.loads((tmp_path / "x.json").read_text())
-    commit = origins.commit()
+    commit = results.commit()
     assert written == {"points": [], "commit": commit, "kernels": sources.digest()}
 
 
