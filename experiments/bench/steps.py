@@ -86,18 +86,17 @@ def memory_bytes(compiled: Any) -> int:
     )
 
 
-def kernels_by_part(text: str, chain: Chain, devices: int = 1) -> dict[str, float]:
-    """Returns the microseconds of a step's kernels on a device, by part.
+def kernels_by_part(text: str, chain: Chain) -> dict[str, float]:
+    """Returns the microseconds of a step's kernels, by part.
 
     Args:
         text: of the compiled step, which must have no command buffers.
         chain: queues steps of that program, and nothing else.
-        devices: on which it runs, of this process.
     """
     scopes = _scopes(text)
     parts = dict.fromkeys((*_PARTS, _OTHER), 0.0)
     for op, time_us in profile_ops(chain).items():
-        parts[_part(scopes.get(op, ""))] += time_us / devices
+        parts[_part(scopes.get(op, ""))] += time_us
     return parts
 
 

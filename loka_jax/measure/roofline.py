@@ -1,19 +1,12 @@
-"""The measured limits of the device: copy bandwidth, rates of large GEMMs, a launch.
-
-A floor is the longer of moving the bytes at that bandwidth and doing the products at
-that rate, without the time of a launch.
-"""
+"""The measured limits of the device: copy bandwidth, rates of large GEMMs, a launch."""
 
 import dataclasses
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from loka_jax import fp8, xla
 from loka_jax.measure.timing import Case, time_kernels
-
-GemmDtype = Literal["fp8", "bf16"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,13 +26,6 @@ class Roofline:
     bf16_flops_per_us: float
     launch_us: float
     sms: int
-
-    def floor_us(
-        self, num_bytes: float | int, flops: float | int, dtype: GemmDtype
-    ) -> float:
-        """Returns the least time for that much traffic and arithmetic."""
-        rate = self.fp8_flops_per_us if dtype == "fp8" else self.bf16_flops_per_us
-        return max(num_bytes / self.bytes_per_us, flops / rate)
 
 
 def measure_roofline() -> Roofline:
