@@ -17,16 +17,8 @@ from markupsafe import Markup
 
 RUN_COLORS = tuple(f"run{i}" for i in range(8))  # of runs over one another
 # Placeholders that appear nowhere else in an SVG.
-_COLORS = {
-    name: f"#0102{i:02x}"
-    for i, name in enumerate(
-        (
-            *("ink", "muted", "line", "accent", "second", "good", "bad", "card"),
-            *RUN_COLORS,
-        ),
-        start=3,
-    )
-}
+_NAMES = ("muted", "line", "accent", "second", "good", "bad", *RUN_COLORS)
+_COLORS = {name: f"#0102{i:02x}" for i, name in enumerate(_NAMES, start=3)}
 _LARGEST = 1e100  # of what is drawn: the size of an axis must not overflow
 _SIZE_INCHES = (5.6, 3.1)  # 403 x 223 CSS pixels: text stays legible on a phone
 
@@ -35,34 +27,27 @@ class Series(NamedTuple):
     """Points of a chart that belong together.
 
     Attributes:
-        points: (x, y); those whose y is None, not finite or huge are left out.
+        points: (x, y), or (x, y, low, high) with an interval of y; those with a value
+            that is None, not finite or huge are left out.
         color: "accent" (thin, many points), "second" (thick, few, with dots), or one of
             `RUN_COLORS`.
         has_dots: whether points are dots, if they are few; those of "second" are.
     """
 
     label: str
-    points: Sequence[tuple[float, float | None]]
+    points: Sequence[tuple[float | None, ...]]
     color: str
     is_dashed: bool = False
     has_dots: bool = False
 
-    def finite(self) -> list[tuple[float, float]]:
+    def finite(self) -> list[tuple[float, ...]]:
         """Returns the points that can be drawn."""
-        return [
-            (x, y)
-            for x, y in self.points
-            if y is not None and max(abs(x), abs(y)) <= _LARGEST
-        ]
-
-
-class Interval(NamedTuple):
-    """A point with an interval of y."""
-
-    x: float
-    y: float
-    low: float
-    high: float
+        drawn = []
+        for point in self.points:
+            values = tuple(v for v in point if v is not None and abs(v) <= _LARGEST)
+            if len(values) == len(point):
+                drawn.append(values)
+        return drawn
 
 
 class Figure(NamedTuple):
@@ -93,19 +78,27 @@ def curves(
     floor: float | None = None,
     marks: Sequence[float] = (),
     from_zero: bool = False,
+    x: str = "examples",
 ) -> list[Figure]:
-    """Returns a figure of curves over the number of examples seen, or none if empty.
+    """Returns a figure of curves; none if there is no point, or no matplotlib.
 
     Args:
+        floor: the best possible value, drawn as a line.
         marks: places on x, drawn as dotted lines: the skipped steps.
+        from_zero: the axis of y begins at 0.
+        x: what x is: the number of examples seen, or another count from 1 on.
     """
     series = [line for line in series if line.finite()]
-    if not series:
+    if not series or not can_draw():
         return []
-    legend = [(line.label, _key(line)) for line in series]
+    legend = [
+        (line.label, f"{line.color} key-dashed" if line.is_dashed else line.color)
+        for line in series
+    ]
     legend += [("best possible", "good")] if floor is not None else []
     legend += [("skipped step", "bad")] if marks else []
     low, high = limits(series, floor)
+    is_counted = x != "examples"
 
     def draw(axes) -> None:
         from matplotlib.ticker import EngFormatter
@@ -114,26 +107,28 @@ def curves(
             _plot(axes, line)
         if floor is not None:
             axes.axhline(floor, color=_COLORS["good"], lw=1.4, ls=(0, (4, 3)))
-        for x in marks:
-            axes.axvline(x, color=_COLORS["bad"], lw=1, ls=":")
-        axes.set_ylim(0 if from_zero else low, high)
-        axes.set_xlim(left=0)
-        axes.set_xlabel("examples")
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        for mark in marks:
+            axes.axvline(mark, color=_COLORS["bad"], lw=1, ls=":")
+        axes.set(ylim=(0 if from_zero else low, high), xlabel=x)
+        if is_counted:
+            axes.set_xlim(0.5, max(len(line.points) for line in series) + 0.5)
+        else:
+            axes.set_xlim(left=0)
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         if max(y for line in series for _, y in line.finite()) >= 10_000:
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
 
-    return [Figure(title, legend, _draw(title, f"{title} over examples", draw))]
-
-
-def _key(series: Series) -> str:
-    return f"{series.color} key-dashed" if series.is_dashed else series.color
+    svg = _draw(title, f"{title} over {x}", draw, whole_x=is_counted)
+    return [Figure(title, legend, svg)]
 
 
 def scatter(title: str, series: Sequence[Series], x: str, y: str) -> list[Figure]:
-    """Returns a figure of points and the line where x = y, or none if empty."""
+    """Returns a figure of points and their intervals, and the line where x = y.
+
+    None if there is no point, or no matplotlib.
+    """
     series = [cloud for cloud in series if cloud.finite()]
-    if not series:
+    if not series or not can_draw():
         return []
     largest = max(max(point) for cloud in series for point in cloud.finite())
     ends = (0.0, 1.08 * largest)
@@ -141,50 +136,14 @@ def scatter(title: str, series: Sequence[Series], x: str, y: str) -> list[Figure
     def draw(axes) -> None:
         axes.plot(ends, ends, color=_COLORS["muted"], lw=1, ls=(0, (4, 3)))
         for cloud in series:
-            xs, ys = zip(*cloud.finite(), strict=True)
+            xs, ys, *interval = zip(*cloud.finite(), strict=True)
+            if interval:
+                axes.vlines(xs, *interval, color=_COLORS[cloud.color], lw=1.6)
             axes.plot(xs, ys, "o", ms=4, alpha=0.7, color=_COLORS[cloud.color])
         axes.set(xlim=ends, ylim=ends, xlabel=x, ylabel=y)
 
     legend = [(cloud.label, cloud.color) for cloud in series]
-    return [Figure(title, legend, _draw(title, f"{title}, {x} and {y}", draw))]
-
-
-def intervals(
-    title: str, label: str, points: Sequence[Interval], x: str, y: str
-) -> list[Figure]:
-    """Returns a figure of intervals and the line where x = y, or none if empty."""
-    points = [p for p in points if all(0 <= value <= _LARGEST for value in p)]
-    if not points:
-        return []
-    ends = (0.0, 1.08 * max(max(p.x, p.high) for p in points))
-
-    def draw(axes) -> None:
-        axes.plot(ends, ends, color=_COLORS["muted"], lw=1, ls=(0, (4, 3)))
-        xs, ys, low, high = zip(*points, strict=True)
-        axes.vlines(xs, low, high, color=_COLORS["accent"], lw=1.6)
-        axes.plot(xs, ys, "o", ms=4, color=_COLORS["accent"])
-        axes.set(xlim=ends, ylim=ends, xlabel=x, ylabel=y)
-
-    legend = [(label, "accent")]
     return [Figure(title, legend, _draw(title, f"{title}, {y} over {x}", draw))]
-
-
-def sequence(
-    title: str, label: str, values: Sequence[float | None], x: str
-) -> list[Figure]:
-    """Returns a figure of values over their numbers 1, 2, ..., or none below two."""
-    points = [(float(i), value) for i, value in enumerate(values, start=1)]
-    line = Series(label, points, "second")
-    if len(line.finite()) < 2:
-        return []
-    low, high = limits([line], None)
-
-    def draw(axes) -> None:
-        _plot(axes, line)
-        axes.set(xlim=(0.5, len(values) + 0.5), ylim=(low, high), xlabel=x)
-
-    drawing = _draw(title, f"{title} over {x}", draw, whole_x=True)
-    return [Figure(title, [(label, "second")], drawing)]
 
 
 def sparkline(values: Sequence[float | None]) -> Spark | None:

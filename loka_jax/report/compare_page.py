@@ -18,7 +18,7 @@ from loka_jax.report.comparison import (
     why_not_comparable,
 )
 from loka_jax.report.render import Tile, flat, number, real, write_page
-from loka_jax.report.run_files import final_of, points, thin
+from loka_jax.report.run_files import final_of, points, speed_of, thin
 
 MAX_RUNS = 2 * len(RUN_COLORS)  # as many as curves can be told apart
 _MAX_POINTS = 300  # of a curve; fewer than twice as many
@@ -59,8 +59,7 @@ def write_compare_page(path: Path, runs: Sequence[ComparedRun], command: str) ->
         seeds=_seeds([first, *comparable]),
         runs=[run.name for run in runs],
         changed=_changed_settings(runs),
-        can_draw=charts.can_draw(),
-        figures=_figures(runs, comparable) if charts.can_draw() else [],
+        figures=_figures(runs, comparable),
     )
 
 
@@ -74,7 +73,7 @@ def _tiles(runs: Sequence[ComparedRun]) -> list[Tile]:
     )
     tiles = []
     for label, choose, name, spec in measures:
-        values = {run.name: real(_numbers(run).get(name)) for run in runs}
+        values = {run.name: real(_final(run).get(name)) for run in runs}
         known = {run: value for run, value in values.items() if value is not None}
         if known:
             best = choose(known, key=known.__getitem__)
@@ -82,31 +81,25 @@ def _tiles(runs: Sequence[ComparedRun]) -> list[Tile]:
     return tiles
 
 
-def _numbers(run: ComparedRun) -> dict[str, Any]:
-    """Returns the metrics of the final evaluation, and the speed."""
-    rate = run.files.summary.get("examples_per_second")
-    if rate is None and run.files.train:
-        rate = run.files.train[-1].get("examples_per_second")
-    return final_of(run.files).values | {"examples_per_second": rate}
-
-
 def _final(run: ComparedRun) -> dict[str, Any]:
-    summary, (_, split, where) = run.files.summary, final_of(run.files)
-    return _numbers(run) | {
-        "name": run.name,
-        "split": split,
-        "where": where,
-        "steps": summary.get("steps"),
-        "seconds": summary.get("seconds"),
-        "device": summary.get("device"),
-    }
+    """Returns the metrics of the final evaluation, and what the table has beside."""
+    summary, (values, split, where) = run.files.summary, final_of(run.files)
+    names = ("steps", "seconds", "device")
+    return (
+        values
+        | {name: summary.get(name) for name in names}
+        | {
+            "name": run.name,
+            "split": split,
+            "where": where,
+            "examples_per_second": speed_of(run.files),
+        }
+    )
 
 
 def _pair(first: ComparedRun, run: ComparedRun) -> dict[str, Any]:
     """Returns the paired differences of a run, by examples and by steps."""
-    base, rate = (
-        real(_numbers(each).get("examples_per_second")) for each in (first, run)
-    )
+    base, rate = (real(speed_of(each.files)) for each in (first, run))
     scored = {k: (v, run.scored[k]) for k, v in first.scored.items() if k in run.scored}
     examples = {k: by_examples(*both) for k, both in scored.items()}
     return {
@@ -162,56 +155,47 @@ def _figures(
     """Returns the curves of all runs, and their differences from the first one's."""
     split = next((line.get("split") for r in runs for line in r.files.evals), "valid")
 
-    def over(title: str, file: str, name: str, **options: Any) -> list[Figure]:
-        lines = [_lines(getattr(run.files, file), file, split) for run in runs]
-        curves = [points(each, name) for each in lines]
-        series = _series(runs, runs, curves, has_dots=file == "evals")
+    def figure(title, points_of, drawn=runs, *, has_dots=False, **options):
+        series = []
+        for i, run in enumerate(runs):
+            if run in drawn:
+                color, is_dashed = RUN_COLORS[i % len(RUN_COLORS)], i >= len(RUN_COLORS)
+                curve = points_of(run)
+                series.append(Series(run.name, curve, color, is_dashed, has_dots))
         return charts.curves(title, series, **options)
 
-    minus = [_minus_first(runs[0], run) for run in comparable]
-    differences = _series(runs, comparable, minus, has_dots=True)
+    def evaluated(title: str, name: str) -> list[Figure]:
+        def points_of(run: ComparedRun):
+            lines = [line for line in run.files.evals if line.get("split") == split]
+            return points(thin(lines, _MAX_POINTS), name)
+
+        return figure(f"{title}, {split}", points_of, has_dots=True)
+
+    def trained(title: str, name: str, **options: Any) -> list[Figure]:
+        def points_of(run: ComparedRun):
+            return points(thin(run.files.train, _MAX_POINTS), name)
+
+        return figure(title, points_of, **options)
+
+    def minus_first(run: ComparedRun):
+        """Returns (examples, difference of NE) at the steps evaluated in both."""
+        pairs = common_steps(runs[0].files, run.files)
+        nes = [(real(one.get("ne")), real(two.get("ne")), two) for one, two in pairs]
+        minus = [
+            line | {"minus": ne - base}
+            for base, ne, line in nes
+            if base is not None and ne is not None
+        ]
+        return points(minus, "minus")
+
+    title = f"NE minus the first run's, {split}"
     return [
-        *over(f"NE, {split}", "evals", "ne"),
-        *over(f"AUC, {split}", "evals", "auc"),
-        *over(f"Log loss, {split}", "evals", "logloss"),
-        *charts.curves(f"NE minus the first run's, {split}", differences),
-        *over("Log loss, train", "train", "loss"),
-        *over("Learning rate", "train", "lr", from_zero=True),
-        *over("Gradient norm", "train", "grad_norm"),
-        *over("Examples per second", "train", "examples_per_second", from_zero=True),
+        *evaluated("NE", "ne"),
+        *evaluated("AUC", "auc"),
+        *evaluated("Log loss", "logloss"),
+        *figure(title, minus_first, comparable, has_dots=True),
+        *trained("Log loss, train", "loss"),
+        *trained("Learning rate", "lr", from_zero=True),
+        *trained("Gradient norm", "grad_norm"),
+        *trained("Examples per second", "examples_per_second", from_zero=True),
     ]
-
-
-def _lines(lines: list[dict[str, Any]], file: str, split: object) -> list[dict]:
-    if file == "evals":
-        lines = [line for line in lines if line.get("split") == split]
-    return thin(lines, _MAX_POINTS)
-
-
-def _minus_first(
-    first: ComparedRun, run: ComparedRun
-) -> list[tuple[float, float | None]]:
-    """Returns (examples, difference of NE) at the steps evaluated in both."""
-    differences = []
-    for one, two in common_steps(first.files, run.files):
-        x, ne, base = map(real, (two.get("examples"), two.get("ne"), one.get("ne")))
-        if x is not None and ne is not None and base is not None:
-            differences.append((x, ne - base))
-    return differences
-
-
-def _series(
-    runs: Sequence[ComparedRun],
-    drawn: Sequence[ComparedRun],
-    curves: Sequence[list[tuple[float, float | None]]],
-    *,
-    has_dots: bool,
-) -> list[Series]:
-    """Returns the curves of the drawn runs, each in its color among all runs."""
-    series = []
-    for run, curve in zip(drawn, curves, strict=True):
-        place = [other.name for other in runs].index(run.name)
-        color = RUN_COLORS[place % len(RUN_COLORS)]
-        is_dashed = place >= len(RUN_COLORS)
-        series.append(Series(run.name, curve, color, is_dashed, has_dots))
-    return series

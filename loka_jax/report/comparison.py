@@ -27,6 +27,7 @@ from loka_jax.report.run_files import RunFiles, final_of
 
 METRICS = ("ne", "logloss", "auc", "calibration")
 _Z = 1.959964  # of a 95 % interval
+_SIDES: tuple[Any, ...] = ("left", "right")
 
 
 class Scored(NamedTuple):
@@ -90,11 +91,11 @@ def by_examples(one: Scored, two: Scored) -> dict[str, Difference] | None:
         return None
     if not all(np.array_equal(a, b) for a, b in zip(one[1:], two[1:], strict=True)):
         return None
-    losses = [_losses(scored) for scored in (one, two)]
-    logloss = _weighted_mean(losses[1] - losses[0], one.weights)
-    differences = {"logloss": logloss}
-    if base_loss := float(np.average(losses[0], weights=one.weights)):
-        differences["ne_delta_pct"] = _scale(logloss, 100 / base_loss)
+    base, minus = _losses(one), _losses(two) - _losses(one)
+    differences = {"logloss": _weighted_mean(minus, one.weights)}
+    if base_loss := float(np.average(base, weights=one.weights)):
+        percent = _weighted_mean(100 / base_loss * minus, one.weights)
+        differences["ne_delta_pct"] = percent
     auc = _auc_difference(one, two)
     return differences if auc is None else differences | {"auc": auc}
 
@@ -111,23 +112,14 @@ def _weighted_mean(values: Float[np.ndarray, "N"], weights: np.ndarray) -> Diffe
     return Difference(mean, _Z * error, len(values))
 
 
-def _scale(difference: Difference, factor: float) -> Difference:
-    mean, half, count = difference
-    return Difference(mean * factor, None if half is None else half * factor, count)
-
-
 def _auc_difference(one: Scored, two: Scored) -> Difference | None:
     """Returns the difference of the AUCs; None with weights, or for a single label."""
     clicked = one.labels == 1
     sizes = int(clicked.sum()), int((~clicked).sum())
     if min(sizes) < 2 or not np.all(one.weights == 1):
         return None
-    clicks, others = (
-        b - a
-        for a, b in zip(
-            *(_placements(x.logits, clicked) for x in (one, two)), strict=True
-        )
-    )
+    before, after = (_placements(x.logits, clicked) for x in (one, two))
+    clicks, others = (b - a for a, b in zip(before, after, strict=True))
     variance = clicks.var(ddof=1) / sizes[0] + others.var(ddof=1) / sizes[1]
     return Difference(float(clicks.mean()), _Z * float(variance) ** 0.5, sum(sizes))
 
@@ -139,14 +131,14 @@ def _placements(
 
     Equal logits count one half.
     """
+
+    def below(values: np.ndarray, among: np.ndarray) -> np.ndarray:
+        among = np.sort(among)
+        left, right = (np.searchsorted(among, values, side) for side in _SIDES)
+        return (left + right) / (2 * len(among))
+
     clicks, others = logits[clicked], logits[~clicked]
-    return _below(clicks, others), 1 - _below(others, clicks)
-
-
-def _below(values: np.ndarray, among: np.ndarray) -> np.ndarray:
-    among = np.sort(among)
-    sides = (np.searchsorted(among, values, side=side) for side in ("left", "right"))
-    return np.add(*sides) / (2 * len(among))
+    return below(clicks, others), 1 - below(others, clicks)
 
 
 def by_steps(base: RunFiles, other: RunFiles) -> dict[str, Difference]:
@@ -184,7 +176,12 @@ def _over_pairs(
         values = [(real(a.get(name)), real(b.get(name))) for a, b in pairs]
         minus = [b - a for a, b in values if a is not None and b is not None]
         if minus:
-            differences[name] = _student_mean(minus)
+            count, mean = len(minus), float(np.mean(minus))
+            half = None
+            if count > 1:
+                error = np.std(minus, ddof=1) / count**0.5
+                half = float(stdtrit(count - 1, 0.975) * error)
+            differences[name] = Difference(mean, half, count)
     return differences
 
 
@@ -200,11 +197,3 @@ def seed_groups(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
 def seed_of(run: ComparedRun) -> str:
     """Returns the seed of a run as text, so that any value from a file serves."""
     return str(run.files.config.get("seed"))
-
-
-def _student_mean(values: Sequence[float]) -> Difference:
-    count, mean = len(values), float(np.mean(values))
-    if count < 2:
-        return Difference(mean, None, count)
-    half = float(stdtrit(count - 1, 0.975) * np.std(values, ddof=1) / count**0.5)
-    return Difference(mean, half, count)

@@ -32,9 +32,19 @@ def write_page(path: Path, template: str, **view: object) -> Path:
     return path
 
 
+def items(value: object) -> list[Any]:
+    """Returns the items of a list from JSON; none for anything else."""
+    return value if isinstance(value, list) else []
+
+
 def dicts(value: object) -> list[dict[str, Any]]:
     """Returns the dicts of a list from JSON; none for anything else."""
-    return [as_dict(item) for item in value] if isinstance(value, list) else []
+    return [as_dict(item) for item in items(value)]
+
+
+def texts(value: object) -> list[str]:
+    """Returns the items of a list from JSON as texts; none for anything else."""
+    return [str(item) for item in items(value)]
 
 
 def real(value: object) -> float | None:
@@ -91,4 +101,7 @@ _environment.filters |= {
     "exponent": exponent,
     "mebibytes": mebibytes,
 }
-_environment.globals["sparkline"] = charts.sparkline
+_environment.globals |= {
+    "sparkline": charts.sparkline,
+    "can_draw": lambda: charts.can_draw(),
+}

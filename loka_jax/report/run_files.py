@@ -50,6 +50,14 @@ def final_of(run: RunFiles) -> Final:
     return Final(newest, str(newest.get("split") or "evaluation"), where)
 
 
+def speed_of(run: RunFiles) -> object:
+    """Returns the examples per second of a run, or of its newest line."""
+    rate = run.summary.get("examples_per_second")
+    if rate is None and run.train:
+        return run.train[-1].get("examples_per_second")
+    return rate
+
+
 def points(lines: list[dict[str, Any]], name: str) -> list[tuple[float, float | None]]:
     """Returns (examples seen, value) of the lines that have the former."""
     pairs = [(real(line.get("examples")), real(line.get(name))) for line in lines]

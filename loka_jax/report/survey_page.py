@@ -27,10 +27,9 @@ def write_survey_page(
         tiles=_tiles(survey),
         survey=survey,
         sites=[_site(site, survey["sensitivity"], amaxes) for site in survey["sites"]],
-        effects=_effects(survey),
         roles=ROLES,
         draws=_DRAWS,
-        figures=_figures(survey["sites"]) if charts.can_draw() else [],
+        figures=_figures(survey["sites"]),
         command=survey.get("command"),
         settings=settings | {"Versions": flat(survey["versions"])},
     )
@@ -115,25 +114,6 @@ def _training(site: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _effects(survey: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns how far FP8 in each site moves the loss, in shares of the loss."""
-    effects = survey["sensitivity"]
-    most = max((effect["moved"] for effect in effects.values()), default=0)
-    paths = {site["path"] for site in survey["sites"]}
-    return [
-        {
-            "path": path,
-            "is_site": path in paths,  # else all sites together
-            "moved": effect["moved"] / effect["loss"],
-            "share": effect["moved"] / most if most else 0.0,
-            "change": effect["relative"],
-            "low": effect["low"] / effect["loss"],
-            "high": effect["high"] / effect["loss"],
-        }
-        for path, effect in effects.items()
-    ]
-
-
 def _figures(sites: list[dict[str, Any]]) -> list[Figure]:
     """Returns a chart of predicted over real errors, if real operands were captured."""
     candidates = [
@@ -145,9 +125,8 @@ def _figures(sites: list[dict[str, Any]]) -> list[Figure]:
     ]
     real = [_error(candidate, "real") for candidate in candidates]
     series = []
-    for (source, label), color in zip(
-        _DRAWS.items(), ("accent", "second"), strict=True
-    ):
+    for source, color in (("learned", "accent"), ("normal", "second")):
         drawn = [_error(candidate, source) for candidate in candidates]
-        series.append(Series(label, list(zip(real, drawn, strict=True)), color))
+        points = list(zip(real, drawn, strict=True))
+        series.append(Series(_DRAWS[source], points, color))
     return charts.scatter("Relative L2 error", series, "on real operands", "predicted")

@@ -195,14 +195,8 @@ def record_charts(monkeypatch):
         options[title] = given
         return []
 
-    def values(title, label, points, *names):
-        drawn[title] = {label: points}
-        return []
-
     for name in ("curves", "scatter"):
         monkeypatch.setattr(charts, name, curves)
-    for name in ("intervals", "sequence"):
-        monkeypatch.setattr(charts, name, values)
     return drawn, options
 
 

@@ -73,7 +73,7 @@ def test_each_curve_has_its_own_values(page_of, monkeypatch):
     marks = {t: [*x["marks"]] for t, x in options.items() if "marks" in x}
     assert marks == {"Log loss": [700.0], "Gradient norm": [700.0]}
     (points,) = drawn["Calibration by prediction"].values()
-    assert points[0] == (0.25, 0.2, 0.15, 0.3) and points[1].x == 0.5
+    assert points[0] == (0.25, 0.2, 0.15, 0.3) and points[1][0] == 0.5
     lines = [train_line(step, skipped_steps=step) for step in range(1, 2001)]
     page_of(RUN._replace(train=lines))  # all of them are skipped
     marks = options["Log loss"]["marks"]
