@@ -25,7 +25,8 @@ import tyro
 from experiments.cli import run_cli
 from experiments.options import parse_alone
 from loka_jax.commands import as_commands
-from loka_jax.report import ComparedRun, write_compare_page
+from loka_jax.report.compare_page import write_compare_page
+from loka_jax.report.comparison import ComparedRun
 from loka_jax.train.folder.record import read_run
 from loka_jax.train.folder.scores_file import read_scores
 

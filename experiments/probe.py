@@ -25,7 +25,7 @@ from experiments.cli import parse_with, run_cli
 from loka_jax import jsonfile
 from loka_jax.commands import as_commands
 from loka_jax.jsonfile import as_dict
-from loka_jax.report import write_survey_page
+from loka_jax.report.survey_page import write_survey_page
 from loka_jax.survey import SurveyConfig, survey
 from loka_jax.train.config import Config
 from loka_jax.train.folder import record

@@ -11,7 +11,6 @@ from loka_jax.report.comparison import (
     Difference,
     by_examples,
     by_seeds,
-    by_steps,
     common_steps,
     seed_groups,
     seed_of,
@@ -56,7 +55,7 @@ def write_compare_page(path: Path, runs: Sequence[ComparedRun], command: str) ->
         reasons={name: why for name, why in reasons.items() if why is not None},
         finals=[_final(run) for run in runs],
         pairs=[_pair(first, run) for run in comparable],
-        seeds=_seeds([first, *comparable]),
+        **_seeds([first, *comparable]),
         runs=[run.name for run in runs],
         changed=_changed_settings(runs),
         figures=_figures(runs, comparable),
@@ -98,14 +97,13 @@ def _final(run: ComparedRun) -> dict[str, Any]:
 
 
 def _pair(first: ComparedRun, run: ComparedRun) -> dict[str, Any]:
-    """Returns the paired differences of a run, by examples and by steps."""
+    """Returns the paired differences of a run by examples, and its speed."""
     base, rate = (real(speed_of(each.files)) for each in (first, run))
     scored = {k: (v, run.scored[k]) for k, v in first.scored.items() if k in run.scored}
     examples = {k: by_examples(*both) for k, both in scored.items()}
     return {
         "name": run.name,
         "examples": {k: _views(deltas) for k, deltas in examples.items() if deltas},
-        "steps": _views(by_steps(first.files, run.files)),
         "speedup": rate / base if base and rate else None,
     }
 
@@ -119,12 +117,11 @@ def _views(differences: dict[str, Difference]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _seeds(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
-    """Returns the differences by seed of groups of runs from the first run's group."""
+def _seeds(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    """Returns the first run's group, and how groups of runs differ from it by seed."""
     base, *others = seed_groups(runs)
-    return [
+    rows = [
         {
-            "base": [run.name for run in base],
             "names": [run.name for run in group],
             "seeds": sorted({seed_of(r) for r in base} & {seed_of(r) for r in group}),
             "differences": _views(differences),
@@ -132,6 +129,7 @@ def _seeds(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
         for group in others
         if (differences := by_seeds(base, group))
     ]
+    return {"base": [run.name for run in base], "seeds": rows}
 
 
 def _changed_settings(runs: Sequence[ComparedRun]) -> list[tuple[str, list[object]]]:

@@ -4,7 +4,6 @@ A difference is that of a run minus that of the run it is compared with, over pa
 
     of examples:    both scored the same ones; DeLong's interval for the AUC, and
                     z sqrt(sum (w (d - mean d))^2) / sum w for the log loss
-    of steps:       evaluations of both at the same step: Student's t over these
     of seeds:       runs alike but for their seed, and of equal seeds: Student's t
 
 References:
@@ -139,11 +138,6 @@ def _placements(
 
     clicks, others = logits[clicked], logits[~clicked]
     return below(clicks, others), 1 - below(others, clicks)
-
-
-def by_steps(base: RunFiles, other: RunFiles) -> dict[str, Difference]:
-    """Returns the differences of the metrics over the steps at which both have them."""
-    return _over_pairs(common_steps(base, other))
 
 
 def common_steps(

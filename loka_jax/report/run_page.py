@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from loka_jax.commands import as_commands
 from loka_jax.jsonfile import as_dict
 from loka_jax.recipe import OPERANDS, ROLES
 from loka_jax.report import charts
@@ -37,10 +36,6 @@ _MAX_LINES = 20  # of the training log, shown as numbers; fewer than twice as ma
 def write_run_page(path: Path, run: RunFiles) -> Path:
     """Writes the page of a run to `path` and returns the path."""
     summary = run.summary
-    command, is_guessed = summary.get("command"), False
-    if not command and (name := run.config.get("name")):
-        command = as_commands(f"uv run python experiments/train.py --config {name}")
-        is_guessed = True
     skipped, marks = _skipped_steps(run)
     split, evals = _most_frequent_split(run.evals)
     return write_page(
@@ -68,8 +63,7 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         changes=texts(summary.get("changes")),
         scales=_scales(run.scales),
         data=_data(as_dict(summary.get("data")), as_dict(run.config.get("embedding"))),
-        command=command,
-        is_guessed=is_guessed,
+        command=summary.get("command"),
         settings={
             "Config": flat(run.config),
             "Versions": flat(as_dict(summary.get("versions"))),
@@ -145,7 +139,7 @@ def _tiles(run: RunFiles) -> list[Tile]:
     calibration = number(final.get("calibration"), ".4f")
     tiles.append(Tile(f"Calibration, {split}", calibration, "mean p / mean label"))
     note = "training, without steps that compile"
-    tiles.append(Tile("Examples/s", _compact(speed_of(run)), note))
+    tiles.append(Tile("Examples/s", number(speed_of(run)), note))
     counts = as_dict(run.summary.get("sites"))
     total, fp8 = real(counts.get("total")), real(counts.get("fp8"))
     if total is None or fp8 is None:
@@ -155,13 +149,6 @@ def _tiles(run: RunFiles) -> list[Tile]:
         shown = f"{int(fp8)} of {int(total)}"
         tiles.append(Tile("FP8 sites", shown, _recipe(run) or "", fp8 / total))
     return tiles
-
-
-def _compact(value: Any) -> str:
-    """Returns a large number in few characters, 12.4 M for 12,398,321."""
-    if number(value) == "n/a" or abs(value) < 1e6:
-        return number(value)
-    return number(value / 1e6, ".2f" if abs(value) < 1e7 else ".1f") + " M"
 
 
 def gap_closed(ne: object, best: object) -> float | None:

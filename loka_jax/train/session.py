@@ -18,7 +18,7 @@ from loka_jax import jsonfile
 from loka_jax.commands import as_commands
 from loka_jax.data import Position
 from loka_jax.data.shards import ShardFolder
-from loka_jax.report import write_run_page
+from loka_jax.report.run_page import write_run_page
 from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train import next_day
 from loka_jax.train.build import Run, build, build_in_turn

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from loka_jax.dispatch.plan import plan_rows
 from loka_jax.optim import OptimConfig
-from loka_jax.report import gap_closed
+from loka_jax.report.run_page import gap_closed
 from loka_jax.train.folder.record import RunRecord, versions
 from loka_jax.train.logs.final_evaluation import evaluate_finally
 from loka_jax.train.logs.log_lines import over_devices

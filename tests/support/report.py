@@ -4,7 +4,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from loka_jax.report import RunFiles, Scored, charts
+from loka_jax.report import charts
+from loka_jax.report.comparison import Scored
+from loka_jax.report.run_files import RunFiles
 
 HOSTILE = "<script>alert('&\"')</script>"
 

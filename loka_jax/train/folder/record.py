@@ -38,7 +38,7 @@ from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.plan import DispatchPlan, as_json
 from loka_jax.jsonfile import as_dict
 from loka_jax.options import option_of
-from loka_jax.report import RunFiles
+from loka_jax.report.run_files import RunFiles
 from loka_jax.saved_format import CHECKPOINTS, steps_in, without_key
 from loka_jax.train.folder import scores_file
 from loka_jax.train.folder import workdir as workdirs

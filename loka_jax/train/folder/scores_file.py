@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from loka_jax import jsonfile
-from loka_jax.report import Scored
+from loka_jax.report.comparison import Scored
 from loka_jax.train.logs.breakdown import Scores
 
 NAME = "scores.npy"

@@ -72,8 +72,8 @@ MISTAKES = [
     Mistake(
         "the curve of evaluations shows the training's metric",
         f"{REPORT}/run_page.py",
-        '*charts.curves("Log loss", series("loss", "logloss"), marks=marks)',
-        '*charts.curves("Log loss", series("loss", "loss"), marks=marks)',
+        '*charts.curves("Log loss", both("loss", "logloss"), marks=marks)',
+        '*charts.curves("Log loss", both("loss", "loss"), marks=marks)',
         "unit/report/run_page_test.py",
     ),
     Mistake(

@@ -2,8 +2,8 @@ import copy
 
 import pytest
 
-from loka_jax.report import ComparedRun, write_compare_page
-from loka_jax.report.comparison import by_examples
+from loka_jax.report.compare_page import write_compare_page
+from loka_jax.report.comparison import ComparedRun, by_examples
 from tests.support.report import RUN, Page, assert_self_contained, record_charts, scored
 
 
@@ -65,21 +65,16 @@ def test_the_page_tells_metrics_speed_settings_and_draws_every_run(tmp_path):
 
 def test_the_page_tells_paired_differences(page_of):
     page = page_of(RUNS)
-    rows, classes = (of("Paired differences") for of in (page.rows, page.classes))
+    rows = page.rows("Paired differences")
     found = by_examples(scored(1), scored(2))
     digits = {"logloss": 5, "ne_delta_pct": 3, "auc": 5}
     shown = [f"{found[k][0]:+.{n}f} ± {found[k][1]:.{n}f}" for k, n in digits.items()]
     assert rows[1] == ["other", *shown, "3,000", "1.250"]
     missing = "not the same examples, or no scores were kept"
     assert rows[2] == ["base-4", missing, "0.800"]
-    # Of three steps one is of another split: 4.303 is t of two degrees of freedom.
-    other = "+0.04000 ± 0.04968", "+0.02000 ± 0.02484", "-0.06000 ± 0.07452"
-    assert rows[5] == ["other", *other, "+0.08000 ± 0.09937", "3"]
-    assert {x.removeprefix("num") for x in classes[5][1:]} == {""}  # too narrow
     # 12.7062 * 0.0025, seeds 3 and 4
     other = "+0.02500 ± 0.06353", "+0.01250 ± 0.03177", "-0.03750 ± 0.09530"
-    assert rows[-1] == ["other", *other, "+0.05000 ± 0.12706", "2"]
-    assert "other, other-4; seeds 3, 4" in page.text
+    assert rows[-1] == ["other, other-4", *other, "+0.05000 ± 0.12706", "3, 4"]
     assert "paired with those of base, base-4" in page.text
 
 
@@ -88,7 +83,7 @@ def test_clear_differences_are_colored_by_what_is_better(page_of):
     runs += [compared("b", ne=x, seed=i) for i, x in ((3, 0.86), (4, 0.8601))]
     for ordered, name in ((runs, "is-bad"), ([*runs[2:], *runs[:2]], "is-good")):
         found = page_of(ordered).classes("Paired differences")[-1][1:]
-        assert found == [f"num {name}"] * 3 + ["num", "num"]
+        assert found == [f"num {name}"] * 3 + ["num", ""]
 
 
 def test_each_curve_has_its_own_values(page_of, monkeypatch):
@@ -114,7 +109,7 @@ def test_a_run_on_other_data_is_named_and_not_paired(page_of):
     other.files.config["data"] = {"label": "buy"}
     page = page_of([*RUNS[:2], other])
     assert "x is not compared with base: data.label is None and buy." in page.text
-    assert [row[0] for row in page.rows("Paired differences")[1:3]] == ["other", "run"]
+    assert [row[0] for row in page.rows("Paired differences")[1:3]] == ["other", "runs"]
     assert page.tiles["Lowest NE, test"] == ("0.85000", "base")
     with pytest.raises(ValueError, match="x has nothing in common with base"):
         page_of([RUNS[0], other])

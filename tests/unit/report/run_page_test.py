@@ -4,7 +4,9 @@ import sys
 
 import pytest
 
-from loka_jax.report import RunFiles, charts, gap_closed, write_run_page
+from loka_jax.report import charts
+from loka_jax.report.run_files import RunFiles
+from loka_jax.report.run_page import gap_closed, write_run_page
 from tests.support.report import (
     EVALUATION,
     HOSTILE,
@@ -41,7 +43,7 @@ def test_the_page_tells_the_headline_numbers(page):
         "NE, test": ("0.85000", "normalized entropy; best possible 0.80000"),
         "NE gap closed, test": ("75.0 %", "(1 − NE) / (1 − best)"),
         "Calibration, test": ("1.0100", "mean p / mean label"),
-        "Examples/s": ("12.3 M", "training, without steps that compile"),
+        "Examples/s": ("12,345,679", "training, without steps that compile"),
         "FP8 sites": ("1 of 3", "fp8_ rowwise"),
     }
     assert page.bars() == ["75.0%", "33.3%"]

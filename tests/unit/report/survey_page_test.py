@@ -1,6 +1,7 @@
 import pytest
 
-from loka_jax.report import charts, write_survey_page
+from loka_jax.report import charts
+from loka_jax.report.survey_page import write_survey_page
 from tests.support.report import Page, with_leaves
 
 # Of each measure and draw another multiple, so that no column can stand for another.

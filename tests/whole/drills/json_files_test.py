@@ -25,7 +25,9 @@ from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.measure.intervals import Interval
-from loka_jax.report import RunFiles, charts, write_run_page
+from loka_jax.report import charts
+from loka_jax.report.run_files import RunFiles
+from loka_jax.report.run_page import write_run_page
 from loka_jax.site import BF16
 from loka_jax.train import build as build_lib
 from loka_jax.train.checkpoints import manifest

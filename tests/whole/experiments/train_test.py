@@ -80,7 +80,7 @@ print(code, *sorted(slow & sys.modules.keys()))
 """
 IMPORTS = """
 import sys, loka_jax, loka_jax.nn
-import loka_jax.report
+import loka_jax.report.run_page
 heavy = {"triton", "matplotlib", "sklearn", "orbax", "jax_triton", "pyarrow"}
 print(*sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 print(*sorted({"flax.nnx", "jax.experimental.mosaic.gpu"} & sys.modules.keys()))
