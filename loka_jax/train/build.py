@@ -348,7 +348,7 @@ def _row_update(config: Config, total_steps: int, groups: int) -> RowUpdate:
         learning_rate=make_schedule(optim.rows_lr, optim, total_steps),
         l2=optim.rows_l2,
         implementation=embedding.implementation,
-        rounding_seed=config.seed if embedding.is_rounded_stochastically else None,
+        rounding_seed=config.seed if embedding.dtype == "bf16" else None,
     )
 
 

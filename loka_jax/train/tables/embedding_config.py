@@ -23,9 +23,8 @@ class EmbeddingConfig:
             with weights get the weighted sum or mean.
         init_stddev: standard deviation of their initial values.
         dtype: how rows are kept: "f32", or "bf16" in half the memory. They are updated
-            in float32, and so is what their optimizer keeps.
-        rounding: how updated rows become bf16: "stochastic" is right on average;
-            "nearest" loses updates of less than half a unit in the last place.
+            in float32, and so is what their optimizer keeps, and are rounded
+            stochastically.
         implementation: "xla" to use XLA only; None to update the rows by kernels where
             they apply.
     """
@@ -35,7 +34,6 @@ class EmbeddingConfig:
     pooling: tuple[str, ...] = ()
     init_stddev: float = 0.01
     dtype: Storage = "f32"
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
     implementation: Literal["xla"] | None = None
 
     def __post_init__(self):  # noqa: D105
@@ -46,11 +44,6 @@ class EmbeddingConfig:
             self.init_stddev,
             "in [0, 10)",
         )
-
-    @property
-    def is_rounded_stochastically(self) -> bool:
-        """Whether updated rows are rounded stochastically."""
-        return self.dtype == "bf16" and self.rounding == "stochastic"
 
     def dims_of(
         self, columns: tuple[str, ...], owners: tuple[str, ...] = ()

@@ -107,9 +107,6 @@ def test_optimizers_and_schedules_are_those_of_the_options():
         assert rows_rate == pytest.approx(rate / 2)
     update = run.row_update
     assert (update.l2, update.implementation, update.rounding_seed) == (0.125, "xla", 9)
-    nearest = dataclasses.replace(rows, rounding="nearest")
-    run = build(dataclasses.replace(config, embedding=nearest))
-    assert run.row_update.rounding_seed is None
 
 
 TOLD = """
