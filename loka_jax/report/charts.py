@@ -58,14 +58,6 @@ class Figure(NamedTuple):
     svg: Markup
 
 
-class Spark(NamedTuple):
-    """A small curve as SVG: its size, its unbroken lines as points, its last point."""
-
-    size: tuple[int, int]
-    lines: list[str]
-    end: tuple[str, str]
-
-
 def can_draw() -> bool:
     """Returns whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
@@ -146,7 +138,7 @@ def scatter(title: str, series: Sequence[Series], x: str, y: str) -> list[Figure
     return [Figure(title, legend, _draw(title, f"{title}, {y} over {x}", draw))]
 
 
-def sparkline(values: Sequence[float | None]) -> Spark | None:
+def sparkline(values: Sequence[float | None]) -> dict[str, Any] | None:
     """Returns the curve of log2 of the values; those that are not positive are gaps.
 
     It spans at least four octaves, so that a steady scale looks steady. None if no
@@ -159,16 +151,14 @@ def sparkline(values: Sequence[float | None]) -> Spark | None:
         return None
     middle, span = (max(levels) + min(levels)) / 2, max(max(levels) - min(levels), 4)
     step = (width - 2 * margin) / max(len(logs) - 1, 1)
-    runs: list[list[tuple[str, str]]] = [[]]
+    path, pen = [], "M"
     for i, log in enumerate(logs):
-        if log is None:
-            runs.append([])
-            continue
-        y = height / 2 - (log - middle) / span * (height - 2 * margin)
-        runs[-1].append((f"{margin + i * step:.1f}", f"{y:.1f}"))
-    lines = [" ".join(map(",".join, run)) for run in runs if len(run) > 1]
-    end = next(run[-1] for run in reversed(runs) if run)
-    return Spark((width, height), lines, end)
+        if log is not None:
+            y = height / 2 - (log - middle) / span * (height - 2 * margin)
+            path.append(f"{pen}{margin + i * step:.1f} {y:.1f}")
+        pen = "M" if log is None else "L"
+    end = path[-1][1:].split()
+    return {"size": (width, height), "path": " ".join(path), "end": end}
 
 
 def limits(series: Sequence[Series], floor: float | None) -> tuple[float, float]:
@@ -231,18 +221,15 @@ def _plot(axes, series: Series) -> None:
 def _inline(svg: str, title: str, label: str) -> Markup:
     """Returns matplotlib's SVG file as an element of an HTML page.
 
-    Without XML head, metadata and name spaces; with colors as variables, the page's
+    Without XML head and name spaces; with colors as variables, the page's
     font, and ids that differ from those of other drawings on the page.
     """
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\s(?:xmlns(?::\w+)?|version)="[^"]*"', "", svg)
     svg = svg.replace("xlink:href", "href")
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
     svg = re.sub(r"font-family: [^;\"]*;?", "", svg)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r' width="[^"]*" height="[^"]*"', "", svg, count=1)
     prefix = re.sub(r"\W+", "-", title.lower())
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
     for name, color in _COLORS.items():

@@ -8,7 +8,6 @@ from loka_jax.report import charts
 from loka_jax.report.charts import RUN_COLORS, Figure, Series
 from loka_jax.report.comparison import (
     ComparedRun,
-    Difference,
     by_examples,
     by_seeds,
     common_steps,
@@ -21,7 +20,6 @@ from loka_jax.report.run_files import final_of, points, speed_of, thin
 
 MAX_RUNS = 2 * len(RUN_COLORS)  # as many as curves can be told apart
 _MAX_POINTS = 300  # of a curve; fewer than twice as many
-_ABSENT = object()
 
 
 def write_compare_page(path: Path, runs: Sequence[ComparedRun], command: str) -> Path:
@@ -103,17 +101,8 @@ def _pair(first: ComparedRun, run: ComparedRun) -> dict[str, Any]:
     examples = {k: by_examples(*both) for k, both in scored.items()}
     return {
         "name": run.name,
-        "examples": {k: _views(deltas) for k, deltas in examples.items() if deltas},
+        "examples": {k: deltas for k, deltas in examples.items() if deltas},
         "speedup": rate / base if base and rate else None,
-    }
-
-
-def _views(differences: dict[str, Difference]) -> dict[str, dict[str, Any]]:
-    """Returns the differences with whether 0 lies outside of their intervals."""
-    return {
-        name: delta._asdict()
-        | {"is_clear": delta.half is not None and abs(delta.mean) > delta.half}
-        for name, delta in differences.items()
     }
 
 
@@ -124,7 +113,7 @@ def _seeds(runs: Sequence[ComparedRun]) -> dict[str, Any]:
         {
             "names": [run.name for run in group],
             "seeds": sorted({seed_of(r) for r in base} & {seed_of(r) for r in group}),
-            "differences": _views(differences),
+            "differences": differences,
         }
         for group in others
         if (differences := by_seeds(base, group))
@@ -139,12 +128,8 @@ def _changed_settings(runs: Sequence[ComparedRun]) -> list[tuple[str, list[objec
         for run in runs
     ]
     names = dict.fromkeys(name for column in columns for name in column)
-    rows = [(name, [c.get(name, _ABSENT) for c in columns]) for name in names]
-    return [
-        (name, ["not set" if value is _ABSENT else value for value in values])
-        for name, values in rows
-        if any(repr(value) != repr(values[0]) for value in values)
-    ]
+    rows = [(name, [c.get(name, "not set") for c in columns]) for name in names]
+    return [row for row in rows if any(repr(x) != repr(row[1][0]) for x in row[1])]
 
 
 def _figures(

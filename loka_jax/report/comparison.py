@@ -61,6 +61,11 @@ class Difference(NamedTuple):
     half: float | None
     count: int
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether 0 lies outside of the interval."""
+        return self.half is not None and abs(self.mean) > self.half
+
 
 def why_not_comparable(base: RunFiles, other: RunFiles) -> str | None:
     """Returns what the examples differ in that two runs were evaluated on, or None."""
