@@ -16,8 +16,9 @@ lacks, so that it adds seeds, or ends a comparison that was interrupted. Differe
 those of the seeds that all arms have.
 """
 
-import argparse
 import concurrent.futures
+import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -31,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import scipy.stats
+import tyro
 
 from experiments.bench import result as results
 from loka_jax.recipe import get_recipe
@@ -43,6 +45,29 @@ _OF_A_RUN += ("compile_seconds", "examples_per_second", "versions", "valid_ne")
 _OF_A_RUN += ("commit", "kernels")
 _OF_ALL = ("config", "final_split", "best_possible_ne")
 DISPATCH = "dispatch"  # an arm that is no recipe: the choices of this GPU's table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Options of the benchmark.
+
+    Attributes:
+        config: to train.
+        recipes: the arms: a recipe, or "dispatch", and options of that arm.
+        out: where to write the JSON.
+        seeds: their number.
+        first_seed: the first of them.
+        jobs: runs at a time.
+        gpus: that the runs are dealt to; None leaves the environment as it is.
+    """
+
+    config: str
+    recipes: tuple[str, ...]
+    out: pathlib.Path
+    seeds: int = 5
+    first_seed: int = 0
+    jobs: int = 1
+    gpus: int | None = None
 
 
 def train_once(
@@ -94,27 +119,6 @@ def train_once(
         return run.summary | made_by | {"valid_ne": valid_ne}
 
 
-class Dealer:
-    """Trains so many runs at a time, as many of them on each GPU.
-
-    A run that waits takes the place of the first that ends, on whichever GPU that is.
-    """
-
-    def __init__(self, jobs: int, gpus: int | None):
-        """Takes the runs at a time, and the GPUs; None leaves the environment alone."""
-        self._places: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        for place in range(jobs):
-            self._places.put(None if gpus is None else place % gpus)
-
-    def train_once(self, config: str, arm: str, seed: int, extra: list[str]) -> dict:
-        """Returns the summary of one run, see `train_once`."""
-        gpu = self._places.get()
-        try:
-            return train_once(config, arm, seed, extra, gpu)
-        finally:
-            self._places.put(gpu)
-
-
 def describe(values: list[float]) -> dict[str, float]:
     """Returns mean and standard deviation (0 for a single value)."""
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
@@ -153,37 +157,44 @@ def compare(runs: Mapping[str, Sequence[dict]]) -> dict[str, dict]:
     return table
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Trains, compares, prints and writes."""
-    arguments = sys.argv[1:]
-    split = arguments.index("--") if "--" in arguments else len(arguments)
-    extra = arguments[split + 1 :]
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--recipes", nargs="+", required=True)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--gpus", type=int, help="the runs are dealt to")
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    options = parser.parse_args(arguments[:split])
-    asked = {"config": options.config, "recipes": options.recipes, "extra": extra}
-    try:
-        for arm in options.recipes:
-            check(arm)
-        result = earlier(options.out, asked)
-    except ValueError as error:
-        parser.error(str(error))
-    dealer = Dealer(options.jobs, options.gpus)
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        jobs = {}
-        for seed in range(options.first_seed, options.first_seed + options.seeds):
-            for arm in options.recipes:
-                if str(seed) not in result["runs"][arm]:
-                    run = options.config, arm, seed, extra
-                    jobs[pool.submit(dealer.train_once, *run)] = arm, seed
+    split = argv.index("--") if "--" in argv else len(argv)
+    extra = argv[split + 1 :]
+    options = tyro.cli(Arguments, args=argv[:split], description=__doc__)
+    for arm in options.recipes:
+        recipe, *_ = shlex.split(arm)
+        if recipe != DISPATCH:
+            get_recipe(recipe)  # refuses what is none
+    asked = {"config": options.config, "recipes": [*options.recipes], "extra": extra}
+    result = earlier(options.out, asked)
+    places: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    for place in range(options.jobs):
+        places.put(None if options.gpus is None else place % options.gpus)
+
+    def train(arm: str, seed: int) -> dict:
+        """Takes the place of the first run that ends, on whichever GPU that is."""
+        gpu = places.get()
         try:
-            result, failed = collected(jobs, result, options.out)
+            return train_once(options.config, arm, seed, extra, gpu)
+        finally:
+            places.put(gpu)
+
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        seeds = range(options.first_seed, options.first_seed + options.seeds)
+        jobs = {
+            pool.submit(train, arm, seed): (arm, seed)
+            for seed, arm in itertools.product(seeds, options.recipes)
+            if str(seed) not in result["runs"][arm]
+        }
+        failed = []
+        try:
+            for job in concurrent.futures.as_completed(jobs):
+                if isinstance(error := job.exception(), RuntimeError):
+                    failed.append(str(error))  # the other runs are kept
+                    continue
+                result = with_run(result, *jobs[job], job.result())
+                results.write(options.out, result)
         except KeyboardInterrupt:  # it also ends the runs that have begun
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -192,42 +203,8 @@ def main() -> None:
         raise RuntimeError("\n".join(failed))
 
 
-def collected(
-    jobs: Mapping[concurrent.futures.Future, tuple[str, int]],
-    result: dict[str, Any],
-    out: pathlib.Path,
-) -> tuple[dict[str, Any], list[str]]:
-    """Returns the result with all runs, and the reasons of those that failed.
-
-    Args:
-        jobs: the runs, with the arm and seed of each.
-        result: of earlier runs.
-        out: the file that is written after every run.
-    """
-    failed = []
-    for job in concurrent.futures.as_completed(jobs):
-        try:
-            result = with_run(result, *jobs[job], job.result())
-        except RuntimeError as error:  # the other runs are kept
-            failed.append(str(error))
-            continue
-        results.write(out, result)
-    return result, failed
-
-
-def check(arm: str) -> None:
-    """Raises ValueError unless an arm begins with a recipe, or is `DISPATCH`'s."""
-    recipe = (shlex.split(arm) or [""])[0]
-    if recipe != DISPATCH:
-        get_recipe(recipe)
-
-
 def earlier(out: pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
     """Returns the result in a file, or one without runs if there is none.
-
-    Args:
-        out: the file.
-        asked: the options that all of its runs have.
 
     Raises:
         ValueError: if the runs in the file have other options.
@@ -246,14 +223,7 @@ def earlier(out: pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
 def with_run(
     result: dict[str, Any], arm: str, seed: int, summary: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the result with another run, compared over the seeds that all arms have.
-
-    Args:
-        result: so far.
-        arm: of the run.
-        seed: of the run.
-        summary: its `summary.json`.
-    """
+    """Returns the result with another run; arms are compared over common seeds."""
     run = {name: summary[name] for name in _OF_A_RUN}
     runs = result["runs"] | {arm: result["runs"][arm] | {str(seed): run}}
     seeds = sorted(set.intersection(*(set(map(int, x)) for x in runs.values())))
@@ -286,6 +256,6 @@ def show(result: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     try:
-        main()
+        main(sys.argv[1:])
     except KeyboardInterrupt:
         sys.exit(130)
