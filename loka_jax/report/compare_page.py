@@ -15,7 +15,7 @@ from loka_jax.report.comparison import (
     seed_of,
     why_not_comparable,
 )
-from loka_jax.report.render import Tile, flat, number, real, write_page
+from loka_jax.report.render import flat, number, real, write_page
 from loka_jax.report.run_files import final_of, points, speed_of, thin
 
 MAX_RUNS = 2 * len(RUN_COLORS)  # as many as curves can be told apart
@@ -60,7 +60,7 @@ def write_compare_page(path: Path, runs: Sequence[ComparedRun], command: str) ->
     )
 
 
-def _tiles(runs: Sequence[ComparedRun]) -> list[Tile]:
+def _tiles(runs: Sequence[ComparedRun]) -> list[tuple[str, str, str]]:
     """Returns the best run by each of three measures, among those on the same data."""
     split = final_of(runs[0].files).split
     measures = (
@@ -74,7 +74,7 @@ def _tiles(runs: Sequence[ComparedRun]) -> list[Tile]:
         known = {run: value for run, value in values.items() if value is not None}
         if known:
             best = choose(known, key=known.__getitem__)
-            tiles.append(Tile(label, number(known[best], spec), best))
+            tiles.append((label, number(known[best], spec), best))
     return tiles
 
 

@@ -2,26 +2,13 @@
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 
 from loka_jax import jsonfile
 from loka_jax.jsonfile import as_dict
 from loka_jax.report import charts
-
-
-class Tile(NamedTuple):
-    """A headline number.
-
-    Attributes:
-        share: 0 to 1, drawn as a bar; None for no bar.
-    """
-
-    label: str
-    value: str
-    note: object = ""
-    share: float | None = None
 
 
 def write_page(path: Path, template: str, **view: object) -> Path:

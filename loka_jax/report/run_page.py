@@ -14,7 +14,6 @@ from loka_jax.recipe import OPERANDS, ROLES
 from loka_jax.report import charts
 from loka_jax.report.charts import Figure, Series
 from loka_jax.report.render import (
-    Tile,
     dicts,
     flat,
     items,
@@ -29,6 +28,7 @@ _FP8_WORDS = ("fp8", "e4m3", "e5m2")
 _KINDS = ("missing", "nan", "inf", "negative", "huge", "oov")  # of data values
 _MAX_COLUMNS = 100  # of a data set, shown by name
 _LEAST_GAP = 1e-6  # between the best NE and 1; less is rounding
+_NOTES = ("returns", "warnings")  # of the summary
 _MAX_MARKS = 100  # of skipped steps, in a chart
 _MAX_LINES = 20  # of the training log, shown as numbers; fewer than twice as many
 
@@ -38,16 +38,24 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
     summary = run.summary
     skipped, marks = _skipped_steps(run)
     split, evals = _most_frequent_split(run.evals)
+    final, final_split, where = final_of(run)
+    best = real(summary.get("best_possible_ne"))
     return write_page(
         path,
         "run.html",
         title=str(run.config.get("name") or path.parent.resolve().name),
         is_finished=bool(summary) and summary.get("finished") is not False,
         facts=_facts(run),
-        notes=run.notes
-        + texts(summary.get("returns"))
-        + texts(summary.get("warnings")),
-        tiles=_tiles(run),
+        notes=run.notes + [x for k in _NOTES for x in texts(summary.get(k))],
+        final=final,
+        tasks={k: as_dict(task) for k, task in as_dict(final.get("tasks")).items()},
+        final_split=final_split,
+        where=where,
+        best=best,
+        gap=gap_closed(final.get("ne"), best),
+        speed=speed_of(run),
+        recipe=_recipe(run) or "",
+        fp8_sites=_fp8_sites(run),
         skipped=skipped,
         split=split,
         figures=_figures(run, split, evals, thin(marks, _MAX_MARKS)),
@@ -109,46 +117,13 @@ def _duration(seconds: object) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
-def _tiles(run: RunFiles) -> list[Tile]:
-    final, split, where = final_of(run)
-    if tasks := as_dict(final.get("tasks")):
-        where = f"mean of {len(tasks)} tasks, {where}"
-    best = real(run.summary.get("best_possible_ne"))
-    bound = "1 is predicting the mean" if best is None else f"best possible {best:.5f}"
-    tiles = [
-        Tile(f"AUC, {split}", number(final.get("auc"), ".5f"), where),
-        Tile(f"Log loss, {split}", number(final.get("logloss"), ".5f"), where),
-        Tile(
-            f"NE, {split}",
-            number(final.get("ne"), ".5f"),
-            f"normalized entropy; {bound}",
-        ),
-    ]
-    for task, values in tasks.items():
-        own = as_dict(values)
-        note = (
-            f"log loss {number(own.get('logloss'), '.5f')}, "
-            f"NE {number(own.get('ne'), '.5f')}, "
-            f"calibration {number(own.get('calibration'), '.4f')}"
-        )
-        tiles.append(Tile(f"AUC, {task}", number(own.get("auc"), ".5f"), note))
-    if best is not None:
-        share = gap_closed(final.get("ne"), best)
-        label, note = f"NE gap closed, {split}", "(1 − NE) / (1 − best)"
-        tiles.append(Tile(label, number(share, ".1%"), note, share))
-    calibration = number(final.get("calibration"), ".4f")
-    tiles.append(Tile(f"Calibration, {split}", calibration, "mean p / mean label"))
-    note = "training, without steps that compile"
-    tiles.append(Tile("Examples/s", number(speed_of(run)), note))
+def _fp8_sites(run: RunFiles) -> tuple[int, int]:
+    """Returns how many sites are in FP8, and how many there are."""
     counts = as_dict(run.summary.get("sites"))
     total, fp8 = real(counts.get("total")), real(counts.get("fp8"))
-    if total is None or fp8 is None:
-        total = len(run.sites)
-        fp8 = sum(not site.get("why_not") for site in run.sites)
-    if total:
-        shown = f"{int(fp8)} of {int(total)}"
-        tiles.append(Tile("FP8 sites", shown, _recipe(run) or "", fp8 / total))
-    return tiles
+    if total is not None and fp8 is not None:
+        return int(fp8), int(total)
+    return sum(not site.get("why_not") for site in run.sites), len(run.sites)
 
 
 def gap_closed(ne: object, best: object) -> float | None:

@@ -6,7 +6,7 @@ from typing import Any
 from loka_jax.recipe import OPERANDS, ROLES
 from loka_jax.report import charts
 from loka_jax.report.charts import Figure, Series
-from loka_jax.report.render import Tile, flat, number, real, write_page
+from loka_jax.report.render import flat, real, write_page
 
 _DRAWS = {"learned": "Learned draws", "normal": "N(0, 1) draws"}
 
@@ -19,12 +19,18 @@ def write_survey_page(
     Args:
         amaxes: a line of amaxes, keyed "<site>/<operand>", per logged step.
     """
+    by_role = [role for site in survey["sites"] for role in site["roles"].values()]
+    roles = [role.values() for role in by_role]
     settings = {name: flat(survey[name.lower()]) for name in ("Survey", "Config")}
     return write_page(
         path,
         "survey.html",
         title=f"{survey['model']}: where FP8 is safe and fast",
-        tiles=_tiles(survey),
+        effects=survey["sensitivity"],
+        roles_of_sites=len(roles),
+        safe=sum(any(map(_is_safe, role)) for role in roles),
+        fast=sum(any(_is_safe(c) and c["is_fast"] for c in role) for role in roles),
+        is_timed=any(c["us"] is not None for role in roles for c in role),
         survey=survey,
         sites=[_site(site, survey["sensitivity"], amaxes) for site in survey["sites"]],
         roles=ROLES,
@@ -33,33 +39,6 @@ def write_survey_page(
         command=survey.get("command"),
         settings=settings | {"Versions": flat(survey["versions"])},
     )
-
-
-def _tiles(survey: dict[str, Any]) -> list[Tile]:
-    sites = survey["sites"]
-    roles = [list(role.values()) for site in sites for role in site["roles"].values()]
-    safe = sum(any(c.get("is_safe") for c in role) for role in roles)
-    fast = sum(any(c.get("is_safe") and c["is_fast"] for c in role) for role in roles)
-    is_timed = any(c["us"] is not None for role in roles for c in role)
-    count = len(survey["not_surveyed"])
-    others = f"{count} other{'s' if count != 1 else ''} not FP8"
-    tiles = [
-        Tile("Sites", number(len(sites)), others),
-        Tile("Roles safe in FP8", f"{safe} of {len(roles)}", "by some candidate"),
-        Tile("Safe and fast", f"{fast} of {len(roles)}", "by some candidate")
-        if is_timed
-        else Tile("Safe and fast", "n/a", "no GPU to time them on"),
-    ]
-    note = "rank correlation with errors on real operands"
-    for source, label in _DRAWS.items():
-        if result := survey["prediction"].get(source):
-            tiles.append(Tile(label, number(result["rank_correlation"], ".3f"), note))
-    if survey["sensitivity"]:
-        path, effect = next(iter(survey["sensitivity"].items()))
-        moved = number(effect["moved"] / effect["loss"], ".2%")
-        note = f"of an example's loss, by {path}"
-        tiles.append(Tile("Most moved by", moved, note))
-    return tiles
 
 
 def _site(
@@ -97,6 +76,10 @@ def _best(candidates: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
 def _is_fp8(candidate: dict[str, Any]) -> bool:
     """Returns whether a candidate was judged; bfloat16, the reference, is not."""
     return "is_safe" in candidate
+
+
+def _is_safe(candidate: dict[str, Any]) -> bool:
+    return candidate.get("is_safe", False)
 
 
 def _error(candidate: dict[str, Any], source: str) -> float:
