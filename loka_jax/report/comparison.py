@@ -76,14 +76,11 @@ def why_not_comparable(base: RunFiles, other: RunFiles) -> str | None:
     one, two = final_of(base).split, final_of(other).split
     if one != two:
         return f"one was evaluated on {one}, the other on {two}"
-    one, two = (_examples(run, one) for run in (base, other))
-    if None not in (one, two) and one != two:
-        return f"they were evaluated on {one} and {two} examples"
+    data = (as_dict(run.summary.get("data")) for run in (base, other))
+    counts = [as_dict(facts.get("examples")).get(one) for facts in data]
+    if None not in counts and counts[0] != counts[1]:
+        return f"they were evaluated on {counts[0]} and {counts[1]} examples"
     return None
-
-
-def _examples(run: RunFiles, split: str) -> object:
-    return as_dict(as_dict(run.summary.get("data")).get("examples")).get(split)
 
 
 def by_examples(one: Scored, two: Scored) -> dict[str, Difference] | None:
@@ -149,13 +146,12 @@ def common_steps(
     base: RunFiles, other: RunFiles
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Returns the evaluations of both runs at the same steps and on the same split."""
-    lines = {_place(line): line for line in base.evals if _place(line)}
-    return [(lines[k], line) for line in other.evals if (k := _place(line)) in lines]
 
+    def place(line: dict[str, Any]) -> tuple[float | None, str]:
+        return real(line.get("step")), str(line.get("split"))
 
-def _place(line: dict[str, Any]) -> tuple[float, str] | None:
-    step = real(line.get("step"))
-    return None if step is None else (step, str(line.get("split")))
+    lines = {place(line): line for line in base.evals if place(line)[0] is not None}
+    return [(lines[place(x)], x) for x in other.evals if place(x) in lines]
 
 
 def by_seeds(
@@ -163,24 +159,17 @@ def by_seeds(
 ) -> dict[str, Difference]:
     """Returns the differences of the final metrics over the seeds that both have."""
     one, two = ({seed_of(run): final_of(run.files) for run in g} for g in (base, other))
-    return _over_pairs([(one[s].values, two[s].values) for s in one if s in two])
-
-
-def _over_pairs(
-    pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]],
-) -> dict[str, Difference]:
-    """Returns the difference of each metric over the pairs in which both have it."""
+    pairs = [(one[seed].values, two[seed].values) for seed in one if seed in two]
     differences = {}
     for name in METRICS:
         values = [(real(a.get(name)), real(b.get(name))) for a, b in pairs]
         minus = [b - a for a, b in values if a is not None and b is not None]
-        if minus:
-            count, mean = len(minus), float(np.mean(minus))
+        if count := len(minus):
             half = None
             if count > 1:
                 error = np.std(minus, ddof=1) / count**0.5
                 half = float(stdtrit(count - 1, 0.975) * error)
-            differences[name] = Difference(mean, half, count)
+            differences[name] = Difference(float(np.mean(minus)), half, count)
     return differences
 
 

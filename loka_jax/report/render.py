@@ -62,6 +62,18 @@ def exponent(value: float) -> str:
     return f"{log:.{0 if log == round(log) else 1}f}".replace("-", "−")
 
 
+def duration(seconds: object) -> str:
+    """Returns seconds in words; nothing for what is no number."""
+    total = real(seconds)
+    if total is None:
+        return ""
+    if total < 60:
+        return f"{total:.1f} s"
+    minutes, rest = divmod(round(total), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
 def flat(value: dict[str, Any], prefix: str = "") -> dict[str, object]:
     """Returns nested values by dotted name, lists in one line."""
     pairs: dict[str, object] = {}
@@ -85,6 +97,7 @@ _environment = jinja2.Environment(
 )
 _environment.filters |= {
     "number": number,
+    "duration": duration,
     "exponent": exponent,
     "mebibytes": mebibytes,
 }

@@ -17,7 +17,6 @@ from loka_jax.report.render import (
     dicts,
     flat,
     items,
-    number,
     real,
     texts,
     write_page,
@@ -36,6 +35,7 @@ _MAX_LINES = 20  # of the training log, shown as numbers; fewer than twice as ma
 def write_run_page(path: Path, run: RunFiles) -> Path:
     """Writes the page of a run to `path` and returns the path."""
     summary = run.summary
+    versions = as_dict(summary.get("versions"))
     skipped, marks = _skipped_steps(run)
     split, evals = _most_frequent_split(run.evals)
     final, final_split, where = final_of(run)
@@ -45,7 +45,11 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         "run.html",
         title=str(run.config.get("name") or path.parent.resolve().name),
         is_finished=bool(summary) and summary.get("finished") is not False,
-        facts=_facts(run),
+        summary=summary,
+        last=(run.train or run.evals or [{}])[-1],
+        gradients=as_dict(summary.get("gradients")),
+        versions=versions,
+        seed=summary.get("seed", run.config.get("seed")),
         notes=run.notes + [x for k in _NOTES for x in texts(summary.get(k))],
         final=final,
         tasks={k: as_dict(task) for k, task in as_dict(final.get("tasks")).items()},
@@ -74,47 +78,14 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         command=summary.get("command"),
         settings={
             "Config": flat(run.config),
-            "Versions": flat(as_dict(summary.get("versions"))),
+            "Versions": flat(versions),
         },
     )
-
-
-def _facts(run: RunFiles) -> list[str]:
-    summary, gradients = run.summary, as_dict(run.summary.get("gradients"))
-    last = (run.train or run.evals or [{}])[-1]
-    device = as_dict(summary.get("versions")).get("device_kind")
-    wire = f"{gradients.get('wire')}: {gradients.get('reason')}" if gradients else ""
-    facts = {
-        "recipe": _recipe(run),
-        "on": device or summary.get("device"),
-        "mesh": summary.get("mesh"),
-        "list climbs": summary.get("list_climbs"),
-        "gradients summed in": wire,
-        "seed": summary.get("seed", run.config.get("seed")),
-        "steps": number(summary.get("steps", last.get("step"))),
-        "examples": number(summary.get("examples", last.get("examples"))),
-        "": _duration(summary.get("seconds", last.get("seconds"))),
-        "compiled for": _duration(summary.get("compile_seconds")),
-        "evaluated at": summary.get("final_state"),
-    }
-    known = {k: value for k, value in facts.items() if value not in (None, "", "n/a")}
-    return [f"{name} {value}".strip() for name, value in known.items()]
 
 
 def _recipe(run: RunFiles) -> object:
     model = as_dict(run.config.get("model"))
     return run.summary.get("recipe") or model.get("recipe") or run.config.get("recipe")
-
-
-def _duration(seconds: object) -> str:
-    total = real(seconds)
-    if total is None:
-        return ""
-    if total < 60:
-        return f"{total:.1f} s"
-    minutes, rest = divmod(round(total), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
 def _fp8_sites(run: RunFiles) -> tuple[int, int]:

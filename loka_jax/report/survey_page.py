@@ -44,12 +44,14 @@ def write_survey_page(
 def _site(
     site: dict[str, Any], sensitivity: dict[str, Any], amaxes: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns a site with its best candidates, times, effect and amaxes over time."""
+    """Returns a site with its best candidates, effect and amaxes over time."""
     path, effect = site["path"], sensitivity.get(site["path"])
+    fwd, times = site["roles"]["fwd"], site["training_us"]
+    base = (times[k] for k, c in fwd.items() if k in times and not _is_fp8(c))
     return site | {
         "best": [_best(site["roles"][role]) for role in ROLES],
         "moved": None if effect is None else effect["moved"] / effect["loss"],
-        "training": _training(site),
+        "base_us": next(base, None),
         "amaxes": {
             o: [real(line.get(f"{path}/{o}")) for line in amaxes] for o in OPERANDS
         },
@@ -61,11 +63,7 @@ def _best(candidates: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
 
     If none is safe, that of least error; None if there is none in FP8.
     """
-    fp8 = [
-        candidate | {"name": name}
-        for name, candidate in candidates.items()
-        if _is_fp8(candidate)
-    ]
+    fp8 = [c | {"name": name} for name, c in candidates.items() if _is_fp8(c)]
     safe = [candidate for candidate in fp8 if candidate["is_safe"]]
     timed = [candidate for candidate in safe if candidate["us"] is not None]
     if timed:
@@ -84,17 +82,6 @@ def _is_safe(candidate: dict[str, Any]) -> bool:
 
 def _error(candidate: dict[str, Any], source: str) -> float:
     return candidate["errors"][source]["relative_l2"]["mean"]
-
-
-def _training(site: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the times of the whole site by candidate, the fastest first."""
-    times = site["training_us"]
-    names = [name for name, c in site["roles"]["fwd"].items() if not _is_fp8(c)]
-    base = next((times[name] for name in names if name in times), None)
-    return [
-        {"name": name, "us": us, "speedup": None if base is None else base / us}
-        for name, us in sorted(times.items(), key=lambda item: item[1])
-    ]
 
 
 def _figures(sites: list[dict[str, Any]]) -> list[Figure]:
