@@ -40,7 +40,6 @@ from loka_jax.measure.timing import time_chains
 from loka_jax.train.build import Run, build, build_in_turn
 from loka_jax.train.config import Config
 from loka_jax.train.folder.record import versions
-from loka_jax.train.logs.log_lines import over_devices
 from loka_jax.train.mesh.placement import MeshPlacement
 from loka_jax.train.processes.group import Processes, leave, start
 from loka_jax.train.state import TrainState
@@ -107,7 +106,8 @@ def measure(run: Run, steps: int, processes: Processes) -> dict[str, Any]:
         "fp8_sites": sum(site.is_fp8 for site in run.sites),
         "plan_notes": run.plan_notes,
         "skipped": int(held[0].skipped),
-        **over_devices(run),
+        **run.placement.numbers(),
+        **run.placement.choices(),
     }
 
 
@@ -146,8 +146,10 @@ def _warmed_up(run: Run, batches: list[Batch]) -> TrainState:
             run.placement.router(batch)
     state = run.init()
     for batch in batches[:3]:
-        state = run.first_step(state, batch)
-    return jax.block_until_ready(run.step(state, batches[3]))
+        state = run.train_step(scales_initialized=False)(state, batch)
+    return jax.block_until_ready(
+        run.train_step(scales_initialized=True)(state, batches[3])
+    )
 
 
 def _over_and_over(batches: list[Batch]) -> Iterator[tuple[Position, Batch]]:
