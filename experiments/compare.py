@@ -81,9 +81,8 @@ def _names(paths: list[pathlib.Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Runs one command line and returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
     line = shlex.join(["python", "experiments/compare.py", *arguments])
 
     def command() -> int:
@@ -95,4 +94,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

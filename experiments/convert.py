@@ -44,12 +44,11 @@ class Arguments:
     verify: str | None = None
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Runs one command line; returns the exit code."""
     interruptible()
     unwind_on_sigterm()
     try:
-        arguments = sys.argv[1:] if argv is None else argv
         _run(parse_options(Arguments(), arguments, "convert.py"))
     except KeyboardInterrupt:
         print("\ninterrupted: nothing was written", file=sys.stderr)
@@ -90,4 +89,4 @@ def _show(stage: str, rows: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

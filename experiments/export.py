@@ -41,10 +41,10 @@ class Arguments:
     plan: Literal["auto", "saved", "off"] = "auto"
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(line: list[str]) -> int:
     """Runs one command line; returns the exit code."""
     try:
-        arguments = parse_alone(Arguments, argv, "export.py", __doc__)
+        arguments = parse_alone(Arguments, line, "export.py", __doc__)
     except ValueError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
@@ -77,4 +77,4 @@ def _run(arguments: Arguments) -> int:
 
 if __name__ == "__main__":
     leave_on_interrupt()
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

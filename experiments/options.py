@@ -6,7 +6,6 @@ tyro says itself what is wrong with a value, and ends with code 2. Needs no JAX.
 import dataclasses
 import difflib
 import os
-import sys
 from typing import Any
 
 import tyro
@@ -46,22 +45,24 @@ def parse_options[T](
 
 
 def parse_alone[T](
-    kind: type[T], arguments: list[str] | None, script: str, text: str | None
+    kind: type[T], arguments: list[str], script: str, text: str | None
 ) -> T:
     """Returns a dataclass with the options of a command that has no configuration.
 
     Args:
         kind: the dataclass.
-        arguments: the command line; that of this process if None.
+        arguments: the command line.
         script: name of the script in experiments/.
         text: what the script does, for `--help`.
 
     Raises:
         SystemExit: with code 0 after `--help`, with code 2 for what is wrong.
     """
-    args = expanded(sys.argv[1:] if arguments is None else arguments)
     return tyro.cli(
-        kind, args=args, prog=command(script), description=as_commands(text or "")
+        kind,
+        args=expanded(arguments),
+        prog=command(script),
+        description=as_commands(text or ""),
     )
 
 

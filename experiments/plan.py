@@ -151,9 +151,8 @@ def schema_of(config: Config) -> Schema:
     return open_data(config.data, seed=config.seed).train.schema
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Runs one command line and returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
 
     def command() -> int:
         config, options = parse_with(
@@ -171,4 +170,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

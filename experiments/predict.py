@@ -64,10 +64,10 @@ class Arguments:
     mesh: Devices = Devices()
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(line: list[str]) -> int:
     """Runs one command line; returns the exit code."""
     try:
-        arguments = parse_alone(Arguments, argv, "predict.py", __doc__)
+        arguments = parse_alone(Arguments, line, "predict.py", __doc__)
     except ValueError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
@@ -116,4 +116,4 @@ def _show(rows: int) -> None:
 
 if __name__ == "__main__":
     leave_on_interrupt()
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -99,9 +99,8 @@ def _saved_every(workdir: pathlib.Path) -> int | None:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Runs one command line and returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
 
     def command() -> int:
         config, options = parse_with(arguments, "probe.py", survey=SurveyConfig())
@@ -111,4 +110,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -163,12 +163,12 @@ def _rounded(
     return max(multiple, round(size / multiple) * multiple)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Runs the command and returns the exit code."""
     return run_cli(
-        lambda: time_sites(parse_alone(Options, argv, "time_sites.py", __doc__))
+        lambda: time_sites(parse_alone(Options, arguments, "time_sites.py", __doc__))
     )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

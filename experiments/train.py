@@ -21,9 +21,8 @@ if __name__ == "__main__":  # the imports below take seconds
 from experiments.cli import parse, run_cli
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Trains as the command line asks and returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
 
     def command() -> int:
         config = parse(arguments)  # answers --help
@@ -37,4 +36,4 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     from loka_jax.train.processes.group import leave
 
-    leave(main)
+    leave(lambda: main(sys.argv[1:]))

@@ -170,9 +170,8 @@ def _old_table(path: pathlib.Path) -> Table | None:
     return table
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Runs one command line and returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
 
     def command() -> int:
         config, options = parse_with(
@@ -184,4 +183,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -178,9 +178,8 @@ def _steps_on(
     return queue
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Runs one command line and returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
 
     def command() -> int:
         config, options = parse_with(arguments, "bench/scaling.py", scaling=Options())
@@ -190,4 +189,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main)
+    leave(lambda: main(sys.argv[1:]))
