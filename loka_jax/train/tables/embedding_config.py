@@ -38,12 +38,8 @@ class EmbeddingConfig:
 
     def __post_init__(self):  # noqa: D105
         require(1 <= self.dim <= _MAX_DIM, "--embedding.dim", self.dim, _DIMS)
-        require(
-            0 <= self.init_stddev < 10,
-            "--embedding.init-stddev",
-            self.init_stddev,
-            "in [0, 10)",
-        )
+        stddev = self.init_stddev
+        require(0 <= stddev < 10, "--embedding.init-stddev", stddev, "in [0, 10)")
 
     def dims_of(
         self, columns: tuple[str, ...], owners: tuple[str, ...] = ()
