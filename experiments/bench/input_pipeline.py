@@ -33,8 +33,8 @@ from loka_jax.data.batch import Dataset
 from loka_jax.data.convert import convert
 from loka_jax.data.files import find_sources
 from loka_jax.data.prefetch import Prefetcher
-from loka_jax.data.reader import ShardDataset
-from loka_jax.data.shards import ShardWriter, open_shards, record_dtype_of
+from loka_jax.data.reader import ShardDataset, record_dtype_of
+from loka_jax.data.shards import ShardWriter, open_shards
 from loka_jax.measure.timing import time_chains
 
 NUM_DENSE, NUM_FIELDS, TABLE_ROWS, SLOTS = 13, 26, 100_000, 10
@@ -157,9 +157,9 @@ def _random_shards(folder: pathlib.Path, rows: int, schema: Schema) -> ShardData
     writer = ShardWriter(folder)
     for start in range(0, rows, 1 << 19):
         count = min(1 << 19, rows - start)
-        writer.add_rows("train", _records(rng, count, schema))
-    writer.finish(schema, sources=[], settings={}, report={})
-    return ShardDataset(schema, open_shards(folder).shards["train"], "bench")
+        writer.add_records("train", _records(rng, count, schema))
+    writer.finish(schema, DataConfig())
+    return ShardDataset(schema, open_shards(folder).records["train"], "bench")
 
 
 def _records(rng: np.random.Generator, count: int, schema: Schema) -> np.ndarray:

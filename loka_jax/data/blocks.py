@@ -33,6 +33,13 @@ class Block(NamedTuple):
         """Returns a column in a plain type, see `plain`."""
         return plain(self.table.column(name).combine_chunks())
 
+    def filter(self, chosen: np.ndarray) -> "Block":
+        """Returns the rows that a mask chooses."""
+        if chosen.all():
+            return self
+        table = self.table.filter(pa.array(chosen))
+        return Block(table, self.rows[chosen], self.file)
+
     @property
     def nbytes(self) -> int:
         """The bytes of the columns as read or as numbers, whichever is more."""

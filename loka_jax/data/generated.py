@@ -18,8 +18,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, UInt
 
-from loka_jax.data import batch as batch_lib
-from loka_jax.data.batch import WHOLE, Batch, Part, Position, Schema
+from loka_jax.data.batch import (
+    WHOLE,
+    Batch,
+    Dataset,
+    Part,
+    Position,
+    Schema,
+    examples_of,
+)
 from loka_jax.data.config import DataConfig
 from loka_jax.data.planted import NUM_DENSE, STREAMS, World, draw, true_logit
 
@@ -81,7 +88,7 @@ def split_sizes(config: DataConfig) -> dict[str, int]:
     return {"train": config.examples, "valid": held_out, "test": held_out}
 
 
-class GeneratedDataset:
+class GeneratedDataset(Dataset):
     """A split of generated click logs.
 
     The training split is a stream keyed by the position's seed; every epoch reads new
@@ -111,10 +118,6 @@ class GeneratedDataset:
         self._seed = seed
         self._sharding: NamedSharding | None = None
 
-    def num_batches(self, batch_size: int) -> int:
-        """Returns the number of batches in one epoch, counting a padded last one."""
-        return batch_lib.num_batches(self.num_examples, batch_size)
-
     def batch(
         self,
         position: Position,
@@ -126,13 +129,8 @@ class GeneratedDataset:
         """Returns a part of the batch at `position`, made on JAX's default device.
 
         Where the split is spread over devices (`spread_over`) a batch lies on all of
-        them.
-
-        Args:
-            position: the batch to make; held-out splits read only its step.
-            batch_size: rows of the batch.
-            shuffle: ignored: the examples of a stream are independent.
-            part: the slice of the batch to make.
+        them. Held-out splits read only the position's step. `shuffle` is ignored: the
+        examples of a stream are independent.
         """
         del shuffle
         return self.batch_and_logit(position, batch_size, part)[0]
@@ -141,20 +139,17 @@ class GeneratedDataset:
         self, position: Position, batch_size: int, part: Part = WHOLE
     ) -> tuple[Batch, Float[Array, "B"]]:
         """Returns a part of the batch at `position` and the planted model's logits."""
-        batches = self.num_batches(batch_size)
-        if not 0 <= position.step < batches:
-            raise ValueError(f"{position.step=} must lie in [0, {batches}).")
-        rows = part.rows(batch_size)
+        examples = examples_of(self, position, batch_size, part)
         is_train = self._split == "train"
         place = (
             STREAMS[self._split],
             (position.seed if is_train else self._seed) % 2**32,
             position.epoch if is_train else 0,
-            position.step * batch_size + rows.start,
+            examples.start,
             self.num_examples,
         )
         place = np.array(place, np.uint32)
-        return _make(self._config, self._world, len(rows), place, self._sharding)
+        return _make(self._config, self._world, len(examples), place, self._sharding)
 
 
 def spread_over(

@@ -13,7 +13,7 @@ import time
 import traceback
 
 from loka_jax.data import DataConfig, Position, open_data
-from loka_jax.data.manifest import Unusable
+from loka_jax.data.shards import Unusable
 
 
 def try_to_open(options: dict) -> dict:

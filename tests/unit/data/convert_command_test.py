@@ -26,7 +26,7 @@ def test_criteo_file_is_converted_and_verified(tmp_path, capsys):
     assert report["examples"]["train"] + report["examples"]["valid"] == 60
     assert report["vocab_sizes"] == [2] * 26 and "splits" not in report
     assert convert.main(["--verify", out]) == 0
-    (tmp_path / "shards" / "train-00000.npy").write_bytes(b"junk")
+    (tmp_path / "shards" / "train.records").write_bytes(b"junk")
     assert convert.main(["--verify", out]) == 2
 
 

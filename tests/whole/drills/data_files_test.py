@@ -109,7 +109,7 @@ def make_shards(folder, rng):
     """Changes a shard, a vocabulary or the manifest, with or without its digests."""
     folder = shutil.copytree(folder.parent / "shards", folder / "shards")
     manifest = folder / "manifest.json"
-    path = folder / rng.choice(["train-00000.npy", "vocabulary-01.parquet", manifest])
+    path = folder / rng.choice(["train.records", "vocabulary-01.parquet", manifest])
     change = mutated
     if path == manifest and rng.random() > 0.3:
         change = changed_json

@@ -14,34 +14,31 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from loka_jax.data.blocks import BadRows, Block
-from loka_jax.data.config import DataConfig, columns_of
+from loka_jax.data.config import DataConfig, columns_of, features_of
 from loka_jax.data.files import Sources, reader_of
-from loka_jax.data.permutation import key_of, mix
-from loka_jax.data.values import is_positive, parse_labels, parse_numbers, refuse_first
+from loka_jax.data.reader import key_of, mix
+from loka_jax.data.values import is_positive, parse_labels, parse_numbers
 from loka_jax.terminal import clip
 
 _SPLIT, _KEEP = 0, 1  # streams of hashed row numbers
 
 
-class Rows:
+class SplitReader:
     """Reads the files, as often as needed, and gives every row its split."""
 
     def __init__(
         self,
         config: DataConfig,
         sources: Sources,
-        columns: tuple[str, ...],
         progress: Callable[[str, int], None],
     ):
         """Opens nothing yet.
 
         Args:
-            config: the kind of the files and the split rule.
+            config: the kind of the files, their columns, and the split rule.
             sources: the files.
-            columns: the columns to read, the labels among them.
             progress: called with the stage's name and the number of rows read so far.
 
         Raises:
@@ -58,12 +55,13 @@ class Rows:
                 "are split off by time: leave out --data.time, or that file."
             )
         self._config, self._sources, self._progress = config, sources, progress
-        further = [name for name in (config.time, config.weight) if name is not None]
-        self._columns = tuple(dict.fromkeys((*columns, *further)))
         self._labels = columns_of(config).labels
-        self._split = SplitAtRandom(config.valid_fraction)
+        further = [name for name in (config.time, config.weight) if name is not None]
+        columns = (*self._labels, *features_of(config), *further)
+        self._columns = tuple(dict.fromkeys(columns))
+        self._rule = SplitAtRandom(config.valid_fraction)
 
-    def learn_split(self) -> None:
+    def learn_rule(self) -> None:
         """Finds where validation begins, if rows are split by time."""
         column = self._config.time
         if column is None:
@@ -71,26 +69,33 @@ class Rows:
         bad_rows = BadRows(self._config.max_bad_rows)
         parts = self._read(("train",), (column,), bad_rows, "reading times")
         blocks = (block for _, _, block in parts)
-        self._split = split_by_time(blocks, column, self._config.valid_fraction)
+        self._rule = split_by_time(blocks, column, self._config.valid_fraction)
 
-    def split_rule(self) -> str:
+    def rule(self) -> str:
         """Returns a phrase that says which rows are the validation rows."""
         if self._sources.valid:
             return f"validation rows are those of {names_of(self._sources.valid)}"
-        return self._split.phrase()
+        return self._rule.phrase()
 
     def blocks(
         self, splits: tuple[str, ...], bad_rows: BadRows, stage: str
     ) -> Iterator[tuple[str, Block]]:
         """Yields each block with its split, without the negatives that are not kept."""
+        rate = self._config.keep_negatives
         for split, first, block in self._read(splits, self._columns, bad_rows, stage):
             if split != "train":
                 yield split, block
                 continue
-            is_train, is_valid = self._masks(block, first)
+            is_valid = np.zeros(len(block.rows), bool)
+            if not self._sources.valid:
+                is_valid = self._rule.is_valid(block, first)
+            is_train = ~is_valid
+            if rate < 1:
+                is_kept = hashed(_numbers(block, first), _KEEP) < rate
+                is_train &= is_kept | is_positive(parse_labels(block, self._labels))
             for part, chosen in (("train", is_train), ("valid", is_valid)):
                 if part in splits and chosen.any():
-                    yield part, _chosen(block, chosen)
+                    yield part, block.filter(chosen)
 
     def _read(
         self,
@@ -106,29 +111,15 @@ class Rows:
             for path in getattr(self._sources, split):
                 read_file = reader_of(self._config, path)
                 for block in read_file(str(path), columns, bad_rows):
-                    rows = block.table.num_rows
+                    rows = len(block.rows)
                     read += rows
                     self._progress(stage, read)
                     yield split, done, block
                     done += rows
 
-    def _masks(self, block: Block, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns which of the training file's rows are for training and validation."""
-        rows = block.table.num_rows
-        is_valid = np.zeros(rows, bool)
-        if not self._sources.valid:
-            is_valid = self._split.is_valid(block, first)
-        if (rate := self._config.keep_negatives) == 1:
-            return ~is_valid, is_valid
-        is_kept = hashed(np.arange(first, first + rows), _KEEP) < rate
-        is_kept |= is_positive(parse_labels(block, self._labels))
-        return ~is_valid & is_kept, is_valid
 
-
-def _chosen(block: Block, chosen: np.ndarray) -> Block:
-    if chosen.all():
-        return block
-    return Block(block.table.filter(pa.array(chosen)), block.rows[chosen], block.file)
+def _numbers(block: Block, first: int) -> np.ndarray:
+    return np.arange(first, first + len(block.rows))
 
 
 def names_of(paths: tuple[pathlib.Path, ...]) -> str:
@@ -143,8 +134,7 @@ class SplitAtRandom(NamedTuple):
 
     def is_valid(self, block: Block, first: int) -> np.ndarray:
         """Returns a mask of the validation rows; `first` is the number of the first."""
-        row = np.arange(first, first + block.table.num_rows)
-        return hashed(row, _SPLIT) < self.fraction
+        return hashed(_numbers(block, first), _SPLIT) < self.fraction
 
     def phrase(self) -> str:
         """Returns the rule in words, for the output and the report."""
@@ -238,20 +228,16 @@ def parse_times(block: Block, column: str) -> tuple[np.ndarray, bool]:
         ValueError: with file and row, if a time is missing, not finite, or neither a
             number nor a date.
     """
-    array = block.column(column)
-    dates = _as_dates(array)
-    if dates is None:
-        values, missing = parse_numbers(block, column, "name another with --data.time")
-    else:
-        missing = np.asarray(dates.is_null())
-        micros = pc.fill_null(dates.cast(pa.timestamp("us"), safe=False), 0)
-        values = np.asarray(micros.cast(pa.int64()), np.float64)
-    wrong = missing | ~np.isfinite(values)
-    refuse_first(
-        *(wrong, block, f"time column {column!r}", values, missing),
-        "where each row needs a time: add it, or leave out --data.time.",
-    )
-    return values, dates is not None
+    dates = _as_dates(block.column(column))
+    if dates is not None:
+        micros = dates.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
+        table = pa.table({column: micros.cast(pa.float64(), safe=False)})
+        block = block._replace(table=table)
+    numbers = parse_numbers(block, column, "time", "name another with --data.time")
+    wrong = numbers.missing | ~np.isfinite(numbers.values)
+    why = "where each row needs a time: add it, or leave out --data.time."
+    numbers.refuse(wrong, why)
+    return numbers.values, dates is not None
 
 
 def _as_dates(array: pa.Array) -> pa.Array | None:
