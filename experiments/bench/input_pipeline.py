@@ -32,7 +32,7 @@ from loka_jax.data import DataConfig, Position, Schema, open_data
 from loka_jax.data.batch import Dataset
 from loka_jax.data.convert import convert
 from loka_jax.data.files import find_sources
-from loka_jax.data.prefetch import Prefetcher
+from loka_jax.data.prefetch import prefetch
 from loka_jax.data.reader import ShardDataset, record_dtype_of
 from loka_jax.data.shards import ShardWriter, open_shards
 from loka_jax.measure.timing import time_chains
@@ -110,7 +110,7 @@ def _direct(data: Dataset, size: int, shuffle: bool, steps: int) -> Any:
 
 def _prefetched(data: Dataset, size: int, steps: int) -> None:
     start = Position(0, 0, 0)
-    with Prefetcher(data, start, size, shuffle=True, num_batches=steps) as batches:
+    with prefetch(data, start, size, shuffle=True, num_batches=steps) as batches:
         for _, batch in batches:
             jax.block_until_ready(batch)
 

@@ -1,6 +1,5 @@
 """The files of each split: found, opened by their format, watched for changes."""
 
-import difflib
 import functools
 import os
 import pathlib
@@ -19,6 +18,7 @@ from loka_jax.data.config import (
 )
 from loka_jax.data.parquet import read_parquet
 from loka_jax.data.text import read_text
+from loka_jax.options import did_you_mean
 
 _FORMATS = {
     ".csv": "csv",
@@ -62,11 +62,8 @@ def existing(path: str | pathlib.Path) -> pathlib.Path:
     if not folder.is_dir():
         raise ValueError(f"{path} does not exist: there is no folder {folder} either.")
     names = sorted(entry.name for entry in folder.iterdir())
-    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
-    if near:
-        hint = f"did you mean {' or '.join(near)}?"
-    else:
-        hint = f"the folder holds {', '.join(names[:5]) or 'nothing'}."
+    hint = did_you_mean(path.name, names, cutoff=0.5).strip()
+    hint = hint or f"the folder holds {listed(names) or 'nothing'}."
     raise ValueError(f"{path} does not exist: {hint}")
 
 
