@@ -120,9 +120,8 @@ class Schema(Columns):
                 f"{len(self.vocab_sizes)} table sizes for {len(self.fields)} "
                 "categorical columns: give one size for each."
             )
-        if len(self.slots) != len(self.multi) or not all(
-            1 <= slots <= MAX_SLOTS for slots in self.slots
-        ):
+        are_slots = all(1 <= slots <= MAX_SLOTS for slots in self.slots)
+        if len(self.slots) != len(self.multi) or not are_slots:
             raise ValueError(
                 f"slots {self.slots} must have a number in 1..{MAX_SLOTS} for each of "
                 f"{len(self.multi)} multi columns."
@@ -151,20 +150,13 @@ class Position(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A slice of each batch, of `count` equal ones: what a process reads of it.
-
-    Positions are those of whole batches, so they do not depend on it.
-    """
+    """A slice of each batch, of `count` equal ones: what a process reads of it."""
 
     index: int = 0
     count: int = 1
 
     def rows(self, batch_size: int) -> range:
-        """Returns the rows of a batch in the part, `B i / P` to `B (i + 1) / P`.
-
-        Raises:
-            ValueError: if the batch does not divide.
-        """
+        """Returns the rows of a batch in the part, `B i / P` to `B (i + 1) / P`."""
         if batch_size % self.count:
             raise ValueError(
                 f"--loop.batch-size {batch_size} must be a multiple of the "
@@ -216,9 +208,6 @@ def examples_of(
     """Returns the numbers in the epoch of the examples of a part of a batch.
 
     Those from `num_examples` on are padding.
-
-    Raises:
-        ValueError: if there is no such step.
     """
     batches = dataset.num_batches(batch_size)
     if not 0 <= position.step < batches:

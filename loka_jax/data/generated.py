@@ -32,10 +32,9 @@ from loka_jax.data.planted import NUM_DENSE, STREAMS, World, draw, true_logit
 
 
 def _dense(z: Float[Array, "B n"]) -> Float[Array, "B n"]:
-    """Returns log(1 + count) of log-normal counts, standardized.
+    """Returns log(1 + count) of log-normal counts as skewed as Criteo's, standardized.
 
-    The counts are as skewed as Criteo's. For data from files,
-    `--data.transform standardize` has the same effect.
+    For data from files, `--data.transform standardize` has the same effect.
     """
     column = jnp.arange(NUM_DENSE, dtype=jnp.float32)[None, :] / (NUM_DENSE - 1)
     center, spread = 0.5 + 4.0 * column, 0.8 + 0.6 * column
@@ -155,12 +154,7 @@ class GeneratedDataset(Dataset):
 def spread_over(
     sharding: NamedSharding, *splits: GeneratedDataset
 ) -> list[GeneratedDataset]:
-    """Returns splits of one world with batches that each device makes its part of.
-
-    Args:
-        sharding: of the rows of a batch.
-        splits: all of the world of the first.
-    """
+    """Returns splits of one world with batches that each device makes its part of."""
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
     world = jax.device_put(splits[0]._world, everywhere)
 

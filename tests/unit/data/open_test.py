@@ -173,7 +173,7 @@ def touch(folder, *files):
         (
             "clicks_2042.csv",
             {},
-            "clicks_2042.csv does not exist: did you mean 'clicks_",
+            "2042.csv does not exist: did you mean 'clicks_",
         ),
         ("no/a.csv", {}, "there is no folder"),
         ("clicks.csv", {"valid": "valdi.csv"}, "valdi.csv .* did you mean 'valid.csv"),
