@@ -291,11 +291,7 @@ def _line(content: bytes) -> dict[str, Any] | None:
 
 
 def _parsed(content: bytes) -> object:
-    """Returns the value of a JSON text.
-
-    Raises:
-        ValueError: with the reason, if it is not strict JSON.
-    """
+    """Returns the value of a JSON text."""
     try:
         value = json.loads(
             content.decode("utf-8-sig"),  # some editors put a byte order mark first

@@ -74,9 +74,6 @@ def find_columns(file: str, requested: tuple[str, ...], header: list[str]) -> li
 
     Names that look alike are alike: a letter with an accent may be one character or
     two (Unicode's NFC and NFD).
-
-    Raises:
-        ValueError: if the file lacks a column or has it twice.
     """
     places, names = [], [unicodedata.normalize("NFC", name) for name in header]
     for name in requested:

@@ -48,7 +48,7 @@ def convert(
     Args:
         config: columns and policies.
         sources: the files of each split.
-        target: the new folder, which must not exist yet.
+        target: the new folder.
         progress: called with the stage's name and the number of rows read so far.
         base: the encoding to use instead of learning one; new values get its reserved
             rows.

@@ -50,11 +50,7 @@ def data_format(path: pathlib.Path) -> str | None:
 
 
 def existing(path: str | pathlib.Path) -> pathlib.Path:
-    """Returns the path with `~` expanded.
-
-    Raises:
-        ValueError: if it does not exist; the message suggests similar names.
-    """
+    """Returns the path with `~` expanded."""
     path = pathlib.Path(path).expanduser()
     if path.exists():
         return path
@@ -147,9 +143,6 @@ def reader_of(config: DataConfig, path: pathlib.Path) -> Reader:
 
     Criteo's files are tab separated and have no header; those of `test.txt` have no
     label either.
-
-    Raises:
-        ValueError: if the name implies no format.
     """
     if config.kind == "criteo":
         names = (CRITEO_LABEL, *CRITEO_DENSE, *CRITEO_CATEGORICAL)
@@ -181,11 +174,7 @@ class Stamp(NamedTuple):
 
 
 def stamp_of(path: pathlib.Path) -> Stamp:
-    """Returns the file's stamp.
-
-    Raises:
-        ValueError: if it is gone or not a regular file.
-    """
+    """Returns the file's stamp."""
     try:
         status = os.stat(path)
     except OSError as error:
@@ -203,11 +192,7 @@ def stamp_of(path: pathlib.Path) -> Stamp:
 
 @contextmanager
 def unchanged(stamps: dict[pathlib.Path, Stamp]) -> Iterator[None]:
-    """Checks the files after the block, also when it fails with a ValueError.
-
-    Raises:
-        ValueError: with the first file that changed, and what to do.
-    """
+    """Checks the files after the block, also when it fails with a ValueError."""
     try:
         yield
     except ValueError:  # a change explains what looks like damage

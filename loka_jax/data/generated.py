@@ -93,10 +93,6 @@ class GeneratedDataset(Dataset):
     The training split is a stream keyed by the position's seed; every epoch reads new
     examples. The held-out splits are fixed: they ignore the position's epoch and seed,
     so every evaluation sees the same examples.
-
-    Attributes:
-        schema: the columns and table sizes.
-        num_examples: the number of examples in one epoch.
     """
 
     def __init__(

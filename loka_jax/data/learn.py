@@ -37,12 +37,7 @@ class Learner:
     """Counts values and accumulates moments, and makes an encoding of them."""
 
     def __init__(self, config: DataConfig, base: Encoding | None = None):
-        """Starts with no rows.
-
-        Args:
-            config: the columns, their encoding and their transform.
-            base: the encoding to extend; None to learn one.
-        """
+        """Starts with no rows; extends the encoding `base` if there is one."""
         self._config, self._base = config, base
         self.columns = columns_of(config)
         names = self.columns.fields
@@ -75,12 +70,7 @@ class Learner:
         return self._base is None and self._config.transform == "standardize"
 
     def add(self, block: Block) -> None:
-        """Adds the rows of a block.
-
-        Raises:
-            ValueError: for a value that is refused, or if the different values take
-                half of the memory.
-        """
+        """Adds the rows of a block."""
         config = self._config
         if self._standardizes:
             dense = clean_dense(block, config, self.columns.dense, Counts())
@@ -104,13 +94,7 @@ class Learner:
             self._check_memory()
 
     def result(self) -> tuple[Encoding, dict[str, dict]]:
-        """Returns the encoding that the rows so far give, and the facts on each field.
-
-        See `column_facts`.
-
-        Raises:
-            ValueError: if a column has more values than there are ids.
-        """
+        """Returns the encoding that the rows so far give, and `column_facts`."""
         config, base = self._config, self._base
         before = {}
         if base is not None:
@@ -201,8 +185,6 @@ def column_facts(
     """Returns the facts on a column, as JSON values.
 
     Args:
-        column: its name.
-        encoder: its encoder.
         ranked: the columns `value` and `count` of the rows that were counted, the most
             frequent values first.
         num_rows: the number of these rows.

@@ -40,8 +40,6 @@ class Splits:
     """The splits of a data set.
 
     Attributes:
-        train: the training examples.
-        valid: the examples that decide when training stops.
         test: the examples of the final evaluation; None if only `valid` can serve.
         report: counts, policies and origin of the data, as JSON values.
         identity: what decides which rows and ids training sees, as JSON values.
@@ -59,9 +57,6 @@ class Splits:
         """Returns the splits for batches that lie on several devices of one process.
 
         Generated examples are made there; others are read by the host.
-
-        Args:
-            sharding: how the rows of a batch lie on the devices.
         """
         splits = self.train, self.valid, self.test
         datasets = [x for x in splits if isinstance(x, generated.GeneratedDataset)]
@@ -83,7 +78,7 @@ def open_data(
 
     Args:
         config: the data and its preprocessing.
-        seed: selects the held-out examples of generated data; unused for files.
+        seed: selects the held-out examples of generated data.
         base: a folder with the encoding to use, see `loka_jax.data.saved_encoding`;
             None to learn one from the training rows.
 
@@ -97,7 +92,13 @@ def open_data(
     if config.path is None or not is_shard_folder(existing(config.path)):
         return _splits(open_shards(cached_shards(config, find_sources(config), base)))
     folder = open_shards(pathlib.Path(config.path).expanduser())
-    _check_settings(config, folder)
+    for name in ("valid", "test"):
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"{folder.path} holds shards of all splits: leave out --data.{name}."
+            )
+    remedy = "convert the data again"
+    _require_settings(config, folder, SETTINGS, "was converted with", remedy)
     if base is not None and digest_of(folder) != digest_of(base):
         raise ValueError(
             f"{folder.path} was converted with another vocabulary than the run's: "
@@ -127,11 +128,7 @@ def _splits(folder: ShardFolder) -> Splits:
 
 
 def _with_options_of(base: ShardFolder, config: DataConfig) -> DataConfig:
-    """Returns the options with those of an encoding.
-
-    Raises:
-        ValueError: if one that differs from the default is another there.
-    """
+    """Returns the options with those of an encoding."""
     stored = base.manifest.config
     if config.kind != stored.kind:
         raise ValueError(
@@ -142,18 +139,6 @@ def _with_options_of(base: ShardFolder, config: DataConfig) -> DataConfig:
     _require_settings(config, base, names, "encodes with", "train a new run")
     values = {name: getattr(stored, name) for name in names}
     return dataclasses.replace(config, **values)
-
-
-def _check_settings(config: DataConfig, folder: ShardFolder) -> None:
-    """Raises ValueError for an option that is no default and not the shards'."""
-    for name in ("valid", "test"):
-        if getattr(config, name) is not None:
-            raise ValueError(
-                f"{folder.path} holds shards of all splits: leave out --data.{name}."
-            )
-    _require_settings(
-        config, folder, SETTINGS, "was converted with", "convert the data again"
-    )
 
 
 def _require_settings(
@@ -210,19 +195,10 @@ def cached_shards(
 
     The folder's name is a digest of the files' paths and stamps and of the options, so
     a changed file or option gets a new folder. If two runs convert at the same time,
-    the first to finish wins.
-
-    Args:
-        config: columns and policies.
-        sources: the files of each split.
-        base: a folder with the encoding to start from; None to learn one.
+    the first to finish wins. `base` is a folder with the encoding to start from.
     """
     name = _cache_name(config, sources)
-    root = (
-        cache_folder("data")
-        if config.cache is None
-        else pathlib.Path(config.cache).expanduser()
-    )
+    root = pathlib.Path(config.cache or cache_folder("data")).expanduser()
     if base is not None:
         for folder in sorted(root.glob(f"{name}*")):
             try:

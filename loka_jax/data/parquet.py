@@ -37,11 +37,8 @@ def read_parquet(
 ) -> Iterator[Block]:
     """Yields the file's rows in the file's types, after verifying page checksums.
 
-    Args:
-        path: the file.
-        columns: the columns to keep.
-        bad_rows: unused, as Parquet's rows cannot have a wrong number of columns.
-        block_bytes: about the size of a block, unless a single row is larger.
+    Parquet's rows cannot have a wrong number of columns. A block has about
+    `block_bytes`, unless a single row is larger.
 
     Raises:
         ValueError: with the file, if it is empty, damaged, lacks a column, or has one

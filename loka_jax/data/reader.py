@@ -45,10 +45,6 @@ class ShardDataset(Dataset):
 
     Every batch is a pure function of (position, batch size), so that resuming costs
     nothing.
-
-    Attributes:
-        schema: the columns and table sizes.
-        num_examples: the number of records.
     """
 
     def __init__(self, schema: Schema, records: np.ndarray, name: str):

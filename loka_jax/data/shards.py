@@ -54,8 +54,6 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         count: the number of records, or of values of a vocabulary.
-        bytes: its size.
-        sha256: its digest.
         values_sha256: the digest of a vocabulary's values, whatever file holds them;
             None for records.
     """
@@ -70,14 +68,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of a manifest.
 
     Attributes:
-        format: what kind of file it is.
-        version: the number of the format.
-        schema: the columns and table sizes.
-        files: all files by name.
         config: the options of the conversion, but for its files.
         sources: name, size and time of the files that were converted.
         forms: how the values of each table were written as text.
-        standardizer: of the dense columns, if they were standardized.
         report: the conversion's counts, policies and sources; {} of an encoding.
     """
 
@@ -137,11 +130,7 @@ class _Report(msgspec.Struct):
 
 
 class Unusable(ValueError):
-    """A file or folder has to be made again.
-
-    Attributes:
-        reason: what is wrong with it.
-    """
+    """A file or folder has to be made again; `reason` is what is wrong with it."""
 
     def __init__(self, path: pathlib.Path, reason: str):
         """Takes the file or folder, and what is wrong with it."""
@@ -150,13 +139,7 @@ class Unusable(ValueError):
 
 
 class ShardFolder(NamedTuple):
-    """An opened folder of shards.
-
-    Attributes:
-        path: the folder.
-        manifest: its manifest.
-        records: the memory-mapped records of the splits that have some.
-    """
+    """An opened folder, with the memory-mapped records of the splits that have some."""
 
     path: pathlib.Path
     manifest: Manifest
@@ -184,10 +167,10 @@ class ShardFolder(NamedTuple):
 
 
 class ShardWriter:
-    """Writes the files of a new folder of shards, which exists and is empty."""
+    """Writes the files of a new folder of shards."""
 
     def __init__(self, folder: pathlib.Path):
-        """Writes into `folder`."""
+        """Writes into `folder`, which exists and is empty."""
         self._folder = folder
         self._files: dict[str, FileEntry] = {}
         self._counts: dict[str, int] = {}
@@ -229,11 +212,7 @@ class ShardWriter:
     def finish(self, schema: Schema, config: DataConfig, **entries: Any) -> None:
         """Writes the manifest, which completes the folder.
 
-        Args:
-            schema: the columns and table sizes.
-            config: the options of the conversion.
-            **entries: the other entries of the manifest that the writer does not know,
-                see `Manifest`.
+        `entries` are the entries of `Manifest` that the writer does not know.
         """
         for name, count in self._counts.items():
             self._register(name, count=count)
@@ -267,11 +246,8 @@ def new_folder(
 ) -> Iterator[pathlib.Path]:
     """Yields a temporary folder, renamed to `target` on success or else removed.
 
-    Who may read it follows the umask, as of any other output.
-
-    Args:
-        target: the folder, which must not exist yet.
-        options: those that name another folder, for messages.
+    Who may read it follows the umask, as of any other output. `options` are those that
+    name another folder, for messages.
 
     Raises:
         ValueError: if the target exists already or cannot be written.
@@ -333,11 +309,7 @@ def is_shard_folder(path: pathlib.Path) -> bool:
 
 
 def open_shards(folder: pathlib.Path, *, verify: bool | None = None) -> ShardFolder:
-    """Opens a folder of shards.
-
-    Args:
-        folder: the folder.
-        verify: whether to compare all digests; if None, only in a small folder.
+    """Opens a folder of shards; compares all digests, by default in a small one only.
 
     Raises:
         ValueError: with the file, if anything is missing, damaged or not allowed.

@@ -34,16 +34,7 @@ class SplitReader:
         sources: Sources,
         progress: Callable[[str, int], None],
     ):
-        """Opens nothing yet.
-
-        Args:
-            config: the kind of the files, their columns, and the split rule.
-            sources: the files.
-            progress: called with the stage's name and the number of rows read so far.
-
-        Raises:
-            ValueError: if no rows would be for validation, or twice.
-        """
+        """Opens nothing yet; `progress` takes a stage and the number of rows read."""
         if not sources.valid and not config.valid_fraction > 0:
             raise ValueError(
                 "There are no validation rows: name a file with --data.valid, or set "
@@ -148,7 +139,6 @@ class SplitByTime(NamedTuple):
     """Validation rows are those of a time or later: rows of one time stay together.
 
     Attributes:
-        column: the column with the times.
         since: the first time of the validation rows.
         until: the last time of the training rows.
         share: the share of the rows that are validation rows.
@@ -188,9 +178,6 @@ def split_by_time(blocks: Iterable[Block], column: str, fraction: float) -> Spli
 
     With the times sorted, `since = times[n - round(fraction n)]`, at least the second
     one; the rows of that time are all for validation. It takes 8 bytes a row.
-
-    Raises:
-        ValueError: if all times are equal, or dates and numbers are mixed.
     """
     parts, kinds, file = [np.empty(0)], set(), ""
     for block in blocks:
@@ -223,10 +210,6 @@ def parse_times(block: Block, column: str) -> tuple[np.ndarray, bool]:
 
     Dates are Arrow's date and timestamp types, or text in the form of ISO 8601; without
     a zone they count as UTC.
-
-    Raises:
-        ValueError: with file and row, if a time is missing, not finite, or neither a
-            number nor a date.
     """
     dates = _as_dates(block.column(column))
     if dates is not None:

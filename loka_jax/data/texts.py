@@ -38,12 +38,7 @@ class Texts(NamedTuple):
 def read_texts(
     block: Block, column: str, config: DataConfig, *, with_weights: bool = True
 ) -> Texts:
-    """Returns the values of a field, and those of a multi-valued one with weights.
-
-    Raises:
-        ValueError: with file, row and column, if text has no separator, a value has no
-            text form, or the weights are not as many as the values, or no weights.
-    """
+    """Returns the values of a field, and those of a multi-valued one with weights."""
     if column not in config.multi:
         return Texts(as_text(block, column))
     elements, lengths = _elements(block, column, config.separator)
@@ -87,12 +82,7 @@ def _elements(
 
 
 def as_text(block: Block, column: str) -> pa.Array:
-    """Returns a column's values as strings, and missing ones (empty, NaN) as null.
-
-    Raises:
-        ValueError: if the column's type has no text form, such as lists, or a float is
-            too large to be an integer's.
-    """
+    """Returns a column's values as strings, and missing ones (empty, NaN) as null."""
     array = block.column(column)
     if pa.types.is_floating(array.type):
         _check_exact(array, block, column)

@@ -86,8 +86,6 @@ class Numbers(NamedTuple):
 
     Attributes:
         values: float64; 0 where missing, while NaN and infinities are kept.
-        missing: which ones are.
-        block: the rows.
         name: the column in words.
     """
 
@@ -106,11 +104,7 @@ class Numbers(NamedTuple):
 
 
 def parse_numbers(block: Block, column: str, kind: str, remedy: str) -> Numbers:
-    """Returns the numbers of a column of some kind, such as dense.
-
-    Raises:
-        ValueError: with file and row, if a value is no number; it ends with `remedy`.
-    """
+    """Returns the numbers of a column of some kind, such as dense."""
     array = block.column(column)
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         array = _parse_text(block, column, array, remedy)
@@ -162,9 +156,6 @@ def parse_labels(block: Block, columns: tuple[str, ...]) -> np.ndarray:
     """Returns the labels as float32: [rows] of one column, [rows, T] of several.
 
     Where there are several, a row may lack some: these are NaN.
-
-    Raises:
-        ValueError: with file, row and value, if one is not 0 or 1.
     """
     parts, may_lack = [], len(columns) > 1
     for column in columns:
@@ -185,12 +176,7 @@ def is_positive(labels: np.ndarray) -> np.ndarray:
 def parse_weights(
     block: Block, column: str, option: str = "--data.weight"
 ) -> np.ndarray:
-    """Returns weights as float32.
-
-    Raises:
-        ValueError: with file, row and value, if one is missing, negative, NaN or larger
-            than `MAX_WEIGHT`; it names the option.
-    """
+    """Returns weights as float32."""
     remedy = f"name another column with {option}"
     numbers = parse_numbers(block, column, "weight", remedy)
     wrong = ~((numbers.values >= 0) & (numbers.values <= MAX_WEIGHT))

@@ -37,7 +37,7 @@ CLICKS = ["--data.path", "PATH/clicks.csv"]
     ("arguments", "message"),
     [
         (CLICKS, "--out is missing: name a new folder."),
-        (["--data.path", "PATH/clikcs.csv", "--out", "OUT"], "mean clicks.csv?"),
+        (["--data.path", "PATH/clikcs.csv", "--out", "OUT"], "mean 'clicks.csv'?"),
         ([*CLICKS, "--data.dense", "x", "--out", "OUT"], "only click, price, age"),
         (["--out", "OUT", "--data.kind", "generated"], "needs no conversion"),
         (["--path", "x", "--out", "OUT"], "did you mean --data.path"),
