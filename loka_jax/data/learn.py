@@ -19,9 +19,11 @@ from loka_jax.data.encoding import (
     VocabularyEncoder,
     frequent,
     hash_encoder,
+    is_missing,
+    read_texts,
+    text_form,
 )
 from loka_jax.data.records import Encoding
-from loka_jax.data.texts import is_missing, read_texts, text_form
 from loka_jax.data.values import Counts, Moments, clean_dense
 from loka_jax.terminal import clip
 

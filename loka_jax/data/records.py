@@ -18,9 +18,16 @@ import pyarrow.compute as pc
 from loka_jax.data.batch import Columns, Schema
 from loka_jax.data.blocks import Block
 from loka_jax.data.config import DataConfig, columns_of
-from loka_jax.data.encoding import LARGE_FLOAT, NO_INTEGER, Encoder
+from loka_jax.data.encoding import (
+    LARGE_FLOAT,
+    NO_INTEGER,
+    Encoder,
+    Texts,
+    is_missing,
+    read_texts,
+    text_form,
+)
 from loka_jax.data.reader import record_dtype_of
-from loka_jax.data.texts import Texts, is_missing, read_texts, text_form
 from loka_jax.data.values import (
     Counts,
     Standardizer,

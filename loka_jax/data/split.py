@@ -50,7 +50,7 @@ class SplitReader:
         further = [name for name in (config.time, config.weight) if name is not None]
         columns = (*self._labels, *features_of(config), *further)
         self._columns = tuple(dict.fromkeys(columns))
-        self._rule = SplitAtRandom(config.valid_fraction)
+        self._by_time: SplitByTime | None = None
 
     def learn_rule(self) -> None:
         """Finds where validation begins, if rows are split by time."""
@@ -60,13 +60,18 @@ class SplitReader:
         bad_rows = BadRows(self._config.max_bad_rows)
         parts = self._read(("train",), (column,), bad_rows, "reading times")
         blocks = (block for _, _, block in parts)
-        self._rule = split_by_time(blocks, column, self._config.valid_fraction)
+        self._by_time = split_by_time(blocks, column, self._config.valid_fraction)
 
     def rule(self) -> str:
         """Returns a phrase that says which rows are the validation rows."""
         if self._sources.valid:
             return f"validation rows are those of {names_of(self._sources.valid)}"
-        return self._rule.phrase()
+        if self._by_time is not None:
+            return self._by_time.phrase()
+        return (
+            f"validation rows are the fraction {self._config.valid_fraction:g} of the "
+            "training file's rows with the lowest hashed row number (SplitMix64)"
+        )
 
     def blocks(
         self, splits: tuple[str, ...], bad_rows: BadRows, stage: str
@@ -77,12 +82,16 @@ class SplitReader:
             if split != "train":
                 yield split, block
                 continue
-            is_valid = np.zeros(len(block.rows), bool)
-            if not self._sources.valid:
-                is_valid = self._rule.is_valid(block, first)
+            number = np.arange(first, first + len(block.rows))
+            if self._sources.valid:
+                is_valid = np.zeros(len(number), bool)
+            elif self._by_time is not None:
+                is_valid = self._by_time.is_valid(block)
+            else:
+                is_valid = hashed(number, _SPLIT) < self._config.valid_fraction
             is_train = ~is_valid
             if rate < 1:
-                is_kept = hashed(_numbers(block, first), _KEEP) < rate
+                is_kept = hashed(number, _KEEP) < rate
                 is_train &= is_kept | is_positive(parse_labels(block, self._labels))
             for part, chosen in (("train", is_train), ("valid", is_valid)):
                 if part in splits and chosen.any():
@@ -109,30 +118,9 @@ class SplitReader:
                     done += rows
 
 
-def _numbers(block: Block, first: int) -> np.ndarray:
-    return np.arange(first, first + len(block.rows))
-
-
 def names_of(paths: tuple[pathlib.Path, ...]) -> str:
     """Returns the files' names, for a message."""
     return ", ".join(path.name for path in paths)
-
-
-class SplitAtRandom(NamedTuple):
-    """Validation rows are those whose hashed row number falls below a fraction."""
-
-    fraction: float
-
-    def is_valid(self, block: Block, first: int) -> np.ndarray:
-        """Returns a mask of the validation rows; `first` is the number of the first."""
-        return hashed(_numbers(block, first), _SPLIT) < self.fraction
-
-    def phrase(self) -> str:
-        """Returns the rule in words, for the output and the report."""
-        return (
-            f"validation rows are the fraction {self.fraction:g} of the training "
-            "file's rows with the lowest hashed row number (SplitMix64)"
-        )
 
 
 class SplitByTime(NamedTuple):
@@ -151,9 +139,8 @@ class SplitByTime(NamedTuple):
     share: float
     is_date: bool
 
-    def is_valid(self, block: Block, first: int) -> np.ndarray:
+    def is_valid(self, block: Block) -> np.ndarray:
         """Returns a mask of the validation rows."""
-        del first
         return parse_times(block, self.column)[0] >= self.since
 
     def phrase(self) -> str:

@@ -98,7 +98,7 @@ MISTAKES = [
     ),
     Mistake(
         "values left out of a list still count for its length",
-        f"{DATA}/texts.py",
+        f"{DATA}/encoding.py",
         "lengths=np.bincount(row[present], minlength=len(lengths)),",
         "lengths=lengths,",
         "unit/data/lists_test.py",

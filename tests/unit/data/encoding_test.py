@@ -10,9 +10,9 @@ from loka_jax.data.encoding import (
     ModuloEncoder,
     ValueCounter,
     VocabularyEncoder,
+    as_text,
     frequent,
 )
-from loka_jax.data.texts import as_text
 from tests.support.data import HEADER, open_table, write
 
 
