@@ -40,12 +40,7 @@ def without_key(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_run(path: pathlib.Path, number: object) -> None:
-    """Raises ValueError unless a document of a run has the format that is read.
-
-    Args:
-        path: of the run or its checkpoint, for the message.
-        number: the number in the document, or None.
-    """
+    """Raises ValueError unless a document of a run has the format that is read."""
     if (reason := why_not(number, RUN)) is not None:
         raise ValueError(
             f"{path} cannot be read ({reason}): train the run again, or use that "

@@ -9,7 +9,6 @@ and digests are checked here, ids batch by batch by the reader.
 
 import errno
 import hashlib
-import json
 import os
 import pathlib
 import secrets
@@ -26,7 +25,7 @@ import pyarrow as pa
 from msgspec import Meta
 from pyarrow import parquet
 
-from loka_jax import saved_format
+from loka_jax import jsonfile, saved_format
 from loka_jax.data.batch import Schema
 from loka_jax.data.config import DataConfig
 from loka_jax.data.reader import record_dtype_of
@@ -35,7 +34,6 @@ from loka_jax.terminal import clip
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "valid", "test")
-MAX_MANIFEST_BYTES = 16 << 20
 # Digests of folders up to this size are verified at every opening, in about a second;
 # those of larger ones only by `experiments/convert.py --verify`.
 MAX_DIGEST_BYTES = 1 << 30
@@ -217,10 +215,7 @@ class ShardWriter:
         for name, count in self._counts.items():
             self._register(name, count=count)
         manifest = Manifest(schema=schema, config=config, files=self._files, **entries)
-        with open(self._folder / MANIFEST, "w", encoding="utf-8") as file:
-            json.dump(msgspec.to_builtins(manifest), file, indent=1, allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())
+        jsonfile.write(self._folder / MANIFEST, msgspec.to_builtins(manifest))
 
 
 def vocabulary_name(field: int) -> str:
@@ -331,25 +326,17 @@ def open_shards(folder: pathlib.Path, *, verify: bool | None = None) -> ShardFol
     return ShardFolder(folder, manifest, records)
 
 
-class _Header(msgspec.Struct):
-    format: Literal["loka_jax shards"]
-    version: Any = None
-
-
 def _read_manifest(folder: pathlib.Path) -> Manifest:
     """Returns the folder's manifest; raises Unusable with what is wrong."""
     path = folder / MANIFEST
     _check_regular(path)
-    if path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise Unusable(path, f"it is larger than {MAX_MANIFEST_BYTES} bytes")
     try:
-        text = path.read_bytes()
-        header = msgspec.json.decode(text, type=_Header)
-        reason = saved_format.why_not(header.version, saved_format.SHARDS)
+        value = jsonfile.as_dict(jsonfile.read(path))
+        reason = saved_format.why_not(value.get("version"), saved_format.SHARDS)
         if reason is None:
-            return msgspec.json.decode(text, type=Manifest)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = clip(error, 200)
+            return jsonfile.typed(value, Manifest)
+    except (OSError, ValueError) as error:
+        reason = clip(str(error).replace(str(path), "it"), 200)
     raise Unusable(path, reason)
 
 

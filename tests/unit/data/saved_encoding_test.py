@@ -123,8 +123,8 @@ def test_options_that_contradict_the_encoding_are_refused(source, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("bad", "drop", r".*'drop' - at `\$\.config\.bad`"),
-        ("time", 5, "Expected `str . null`, got `int`"),
+        ("bad", "drop", r"config.bad is wrong \(.*'drop'"),
+        ("time", 5, "Expected str . null, got int"),
         ("min_count", 0, "must lie between"),
         ("hash_sizes", ["user=99"], "'user' has not 99 rows"),
     ],
