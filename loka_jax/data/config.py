@@ -144,7 +144,7 @@ class DataConfig:
         _ = self.weights_of_multi
         if self.kind == "table":
             self._check_tables()
-        if self.labels and self.label not in (_default("label"), self.labels[0]):
+        if self.labels and self.label not in ("label", self.labels[0]):
             raise ValueError(
                 f"--data.label {self.label} and --data.labels {' '.join(self.labels)} "
                 "name labels twice: leave out --data.label."
@@ -169,7 +169,7 @@ class DataConfig:
             )
         names = ("dense", "categorical") if self.kind == "criteo" else ()
         for name in (*names, *_TABLE_ONLY):
-            if self.kind != "table" and getattr(self, name) != _default(name):
+            if self.kind != "table" and getattr(self, name):
                 raise ValueError(
                     f"--data.{name.replace('_', '-')} names a column of a table, and "
                     f"data of kind {self.kind} have fixed columns: leave it out, or "
@@ -227,10 +227,6 @@ class DataConfig:
     def is_weighted(self) -> bool:
         """Whether examples have weights other than 1."""
         return self.weight is not None or self.keep_negatives < 1
-
-
-def _default(name: str) -> object:
-    return DataConfig.__dataclass_fields__[name].default
 
 
 # Options that name columns, beside `dense` and `categorical`.

@@ -120,7 +120,7 @@ def make_shards(folder, rng):
         entry = value["files"][path.name]
         entry |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         if rng.random() < 0.5:
-            entry["rows"] = (len(data) - 192) // 20
+            entry["count"] = len(data) // 20
         manifest.write_text(json.dumps(value))
     return columns(folder)
 
