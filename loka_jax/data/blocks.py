@@ -1,17 +1,16 @@
 """Blocks of raw rows: Arrow columns as read from a file, before any policy."""
 
-# pyright: reportAttributeAccessIssue=false
-# (pyarrow creates the functions of its compute module at import)
-
 import unicodedata
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.compute
 
 from loka_jax.terminal import clip
+
+pc: Any = pyarrow.compute  # creates its functions at import, where no type is seen
 
 
 class Block(NamedTuple):

@@ -6,18 +6,14 @@ those of a vocabulary of the training rows, or a stable hash. Id 0 stands for mi
 values and, with a vocabulary, for values seen fewer than `min_count` times in training.
 """
 
-# pyright: reportAttributeAccessIssue=false
-# (pyarrow creates the functions of its compute module at import)
-
 import hashlib
 import re
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from loka_jax.data.blocks import NULL_WORDS, Block, element_type, list_lengths
+from loka_jax.data.blocks import NULL_WORDS, Block, element_type, list_lengths, pc
 from loka_jax.data.config import DataConfig
 from loka_jax.data.values import parse_weights
 from loka_jax.terminal import clip

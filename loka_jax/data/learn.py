@@ -1,17 +1,13 @@
 """Learns an encoding from training rows, block by block."""
 
-# pyright: reportAttributeAccessIssue=false
-# (pyarrow creates the functions of its compute module at import)
-
 import os
 import pathlib
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from loka_jax.data.blocks import Block
+from loka_jax.data.blocks import Block, pc
 from loka_jax.data.config import MAX_ROWS, DataConfig, columns_of
 from loka_jax.data.encoding import (
     Encoder,
@@ -209,31 +205,9 @@ def column_facts(
 
 
 def _warning(column: str, ranked: pa.Table, num_rows: int) -> str | None:
+    """Returns a sentence on values that are lists as text, or seen once; or None."""
     if num_rows < _MIN_ROWS:
         return None
-    if (guess := _separator(ranked)) is not None:
-        separator, share, parts, values = guess
-        return (
-            f"{clip(column)} looks multi-valued: {share:.0%} of its rows hold "
-            f"{separator!r}, and {values:,} values are made of {parts:,} parts, but "
-            "each is trained as one value: name the column with --data.multi, and "
-            "--data.separator."
-        )
-    counted = pc.sum(ranked["count"]).as_py() or 0  # of lists, more than rows
-    if len(ranked) >= 0.8 * max(num_rows, counted):
-        return (
-            f"{clip(column)} has {len(ranked):,} values in {num_rows:,} rows: nothing "
-            "is learned from a value that is seen once; leave the column out, or raise "
-            "--data.min-count."
-        )
-    return None
-
-
-def _separator(ranked: pa.Table) -> tuple[str, float, int, int] | None:
-    """Returns a separator in most rows, their share, and the numbers of parts, values.
-
-    None if there is none, or if the parts are not far fewer than the values.
-    """
     values = ranked["value"].slice(0, _NUM_SPLIT)
     counts = np.asarray(ranked["count"].slice(0, _NUM_SPLIT))
     for separator in _SEPARATORS:
@@ -245,7 +219,19 @@ def _separator(ranked: pa.Table) -> tuple[str, float, int, int] | None:
         parts = pc.list_flatten(pc.split_pattern(texts, separator))
         num_parts = len(pc.unique(pc.utf8_trim_whitespace(parts)))
         if 2 * num_parts <= len(values):
-            return separator, float(share), num_parts, len(values)
+            return (
+                f"{clip(column)} looks multi-valued: {share:.0%} of its rows hold "
+                f"{separator!r}, and {len(values):,} values are made of {num_parts:,} "
+                "parts, but each is trained as one value: name the column with "
+                "--data.multi, and --data.separator."
+            )
+    counted = pc.sum(ranked["count"]).as_py() or 0  # of lists, more than rows
+    if len(ranked) >= 0.8 * max(num_rows, counted):
+        return (
+            f"{clip(column)} has {len(ranked):,} values in {num_rows:,} rows: nothing "
+            "is learned from a value that is seen once; leave the column out, or raise "
+            "--data.min-count."
+        )
     return None
 
 

@@ -1,15 +1,11 @@
 """Reads Parquet files in blocks of bounded size, whatever their row groups hold."""
 
-# pyright: reportAttributeAccessIssue=false
-# (pyarrow creates the functions of its compute module at import)
-
 import math
 import os
 from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from pyarrow import parquet
 
 from loka_jax.data.blocks import (
@@ -18,6 +14,7 @@ from loka_jax.data.blocks import (
     element_type,
     find_columns,
     list_lengths,
+    pc,
     plain,
 )
 from loka_jax.data.text import damage

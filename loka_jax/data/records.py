@@ -4,19 +4,15 @@ An `Encoding` is learned from training rows once. A conversion, a later day and 
 prediction all go through `Encoding.records`, so equal rows give equal inputs.
 """
 
-# pyright: reportAttributeAccessIssue=false
-# (pyarrow creates the functions of its compute module at import)
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from loka_jax.data.batch import Columns, Schema
-from loka_jax.data.blocks import Block
+from loka_jax.data.blocks import Block, pc
 from loka_jax.data.config import DataConfig, columns_of
 from loka_jax.data.encoding import (
     LARGE_FLOAT,

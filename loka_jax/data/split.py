@@ -5,9 +5,6 @@ asked block by block, in both passes over the file, and gives the same answer wh
 the size of the blocks.
 """
 
-# pyright: reportAttributeAccessIssue=false
-# (pyarrow creates the functions of its compute module at import)
-
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple

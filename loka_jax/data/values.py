@@ -4,18 +4,14 @@ Bad values are counted by column. Text that is not a number, and with `--data.ba
 strict` any bad value, ends the conversion with file, row and column.
 """
 
-# pyright: reportAttributeAccessIssue=false
-# (pyarrow creates the functions of its compute module at import)
-
 import contextlib
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from loka_jax.data.blocks import NULL_WORDS, Block, element_type
+from loka_jax.data.blocks import NULL_WORDS, Block, element_type, pc
 from loka_jax.data.config import DataConfig
 from loka_jax.terminal import clip
 
