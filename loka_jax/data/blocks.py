@@ -10,7 +10,7 @@ import pyarrow.compute
 
 from loka_jax.terminal import clip
 
-pc: Any = pyarrow.compute  # creates its functions at import, where no type is seen
+pc: Any = pyarrow.compute  # its functions, made at import, have no types
 
 
 class Block(NamedTuple):
@@ -18,7 +18,8 @@ class Block(NamedTuple):
 
     Attributes:
         table: the requested columns, of any Arrow type.
-        rows: int64, the 1-based number of each row in its file, of rows alone.
+        rows: int64, the 1-based number of each row in its file; header and empty
+            lines are not counted.
         file: the file's path, for messages.
     """
 

@@ -152,10 +152,6 @@ class _Conversion:
         writer.finish(
             self.encoding.schema,
             without_files(self.config),
-            sources=[
-                {"file": path.name, "bytes": s.size, "modified_ns": s.modified_ns}
-                for path, s in self.stamps.items()
-            ],
             forms=dict(self.encoding.forms),
             standardizer=self.encoding.standardizer,
             report=self._report(bad_rows, facts),

@@ -158,23 +158,14 @@ def reader_of(config: DataConfig, path: pathlib.Path) -> Reader:
     return functools.partial(read_text, delimiter="\t" if kind == "tsv" else ",")
 
 
-class Stamp(NamedTuple):
-    """What changes whenever a file's contents do.
-
-    Attributes:
-        size: in bytes.
-        modified_ns: the time of the last writing, which programs can set back.
-        changed_ns: the time of the last writing or renaming, which they cannot.
-    """
-
-    # Not the inode: some network disks renumber a file that is not open.
-    size: int
-    modified_ns: int
-    changed_ns: int
+# What changes whenever a file's contents do: size, the time of the last writing, which
+# programs can set back, and that of the last writing or renaming, which they cannot.
+# Not the inode: some network disks renumber a file that is not open.
+type Stamp = tuple[int, int, int]
 
 
 def stamp_of(path: pathlib.Path) -> Stamp:
-    """Returns the file's stamp."""
+    """Returns the file's stamp; refuses one that is gone or not a regular file."""
     try:
         status = os.stat(path)
     except OSError as error:
@@ -187,7 +178,7 @@ def stamp_of(path: pathlib.Path) -> Stamp:
             f"{path} is a pipe or a device, and data are read twice: write them to a "
             "file."
         )
-    return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @contextmanager

@@ -189,8 +189,8 @@ def column_facts(
 
     Returns:
         `rows` of its table; `values`, the size of its vocabulary, and `reserved` rows,
-        both None for hashes; `counted_rows`; `most_frequent` values with their counts;
-        `warning`, a sentence or None.
+        both None for hashes; `most_frequent` values with their counts; `warning`, a
+        sentence or None.
     """
     known = isinstance(encoder, VocabularyEncoder)
     top = ranked.slice(0, NUM_SHOWN).to_pylist()
@@ -198,7 +198,6 @@ def column_facts(
         "rows": encoder.rows,
         "values": len(encoder.values) if known else None,
         "reserved": encoder.reserved if known else None,
-        "counted_rows": num_rows,
         "most_frequent": [[clip(row["value"], 40), row["count"]] for row in top],
         "warning": _warning(column, ranked, num_rows),
     }

@@ -236,11 +236,7 @@ def _cache_name(config: DataConfig, sources: Sources) -> str:
 
 
 def _identity_of_shards(folder: ShardFolder) -> dict:
-    """Returns the identity of converted data.
-
-    Its parts are `source`, `schema`, `vocabulary` (a digest for each field with one)
-    and the splits: the number of rows and a digest of them, or None.
-    """
+    """Returns the identity of converted data, with digests in place of contents."""
     splits: dict[str, dict | None] = dict.fromkeys(SPLITS)
     for split in folder.records:
         entry = folder.manifest.files[f"{split}.records"]
@@ -256,9 +252,7 @@ def _identity_of_shards(folder: ShardFolder) -> dict:
 def identity_of_generated(config: DataConfig, seed: int) -> dict:
     """Returns the identity of generated data.
 
-    Its parts are `source`, `schema`, `model` (the options of the planted model; the
-    table sizes stand in the schema) and the splits: the number of rows and the seed
-    that draws them.
+    `model` has the options of the planted model; the table sizes stand in the schema.
     """
     sizes = generated.split_sizes(config)
     splits = {split: {"rows": rows, "seed": seed} for split, rows in sizes.items()}

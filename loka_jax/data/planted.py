@@ -169,15 +169,13 @@ def _draw_world(config: DataConfig, fade: Float[Array, "R"]) -> World:
     )
 
 
-def _scale_world(
-    config: DataConfig, world: World, num_examples: int = 1 << 16
-) -> World:
+def _scale_world(config: DataConfig, world: World) -> World:
     """Gives each part its share of the variance, then finds the bias by bisection."""
     key = jax.random.fold_in(jax.random.key(_SEED), STREAMS["scaling"])
 
     @jax.jit
     def sample(world: World):
-        index = jnp.arange(num_examples, dtype=jnp.uint32)
+        index = jnp.arange(1 << 16, dtype=jnp.uint32)
         z, ids, _ = draw(config, key, index)
         return _parts(config, world, z, ids)
 

@@ -66,13 +66,9 @@ class ShardDataset(Dataset):
     ) -> Batch:
         """Returns a part of the batch at `position`, in host memory.
 
-        Args:
-            position: seed and epoch determine the order, the step a place in it.
-            batch_size: rows of the batch. The last one is padded with the epoch's first
-                rows at zero weight: real rows, so that batch norm is not misled.
-            shuffle: if false, rows come in the order of the files, whatever the seed
-                and the epoch.
-            part: the slice of the batch to read; the others are not touched.
+        Seed and epoch determine the order, the step a place in it; if not shuffled,
+        rows come in the order of the files. The last batch is padded with the epoch's
+        first rows at zero weight: real rows, so that batch norm is not misled.
 
         Raises:
             ValueError: if the step, a stored id or a label is out of range.

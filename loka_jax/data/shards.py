@@ -67,7 +67,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         config: the options of the conversion, but for its files.
-        sources: name, size and time of the files that were converted.
         forms: how the values of each table were written as text.
         report: the conversion's counts, policies and sources; {} of an encoding.
     """
@@ -77,7 +76,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     schema: Schema
     files: dict[FileName, FileEntry]
     config: DataConfig
-    sources: list[dict[str, Any]] = []
     forms: dict[str, str] = {}
     standardizer: Standardizer | None = None
     report: dict[str, Any] = {}

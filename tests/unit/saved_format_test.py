@@ -96,7 +96,7 @@ def test_the_form_of_shards_has_this_number(tmp_path):
     form = (saved_format.SHARDS, " ".join(found), " ".join(found["schema"]))
     assert form == (
         5,
-        "format version schema files config sources forms standardizer report",
+        "format version schema files config forms standardizer report",
         "label dense categorical multi further_labels vocab_sizes owners slots "
         "weighted_multi weighted",
     )

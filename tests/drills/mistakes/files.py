@@ -204,8 +204,8 @@ MISTAKES = [
     Mistake(
         "a program may set back the time of a changed file",
         f"{DATA}/files.py",
-        "status.st_mtime_ns, status.st_ctime_ns)",
-        "status.st_mtime_ns, status.st_mtime_ns)",
+        "status.st_mtime_ns, status.st_ctime_ns",
+        "status.st_mtime_ns, status.st_mtime_ns",
         "unit/data/stamps_test.py",
     ),
     Mistake(

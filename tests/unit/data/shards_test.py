@@ -102,7 +102,7 @@ DEEP = json.loads("[" * 400 + "]" * 400)
         (("schema", "vocab_sizes"), [2**31, 12], "The table of column 'user' has 21"),
         (("schema",), {}, "schema is wrong .Object missing required field label"),
         (("standardizer",), [[0.0, 1.0], [1.0]], "its standardizer "),
-        (("sources",), DEEP, ""),
+        (("forms",), DEEP, ""),
         *((("report", "bad_rows", "count"), value, "") for value in (True, -1, 5.0)),
         (("report", "categorical", "user", "rows"), "5", ""),
         (("format",), "other", "format is wrong .Invalid enum value 'other'"),
