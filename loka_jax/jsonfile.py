@@ -9,6 +9,7 @@ of the values are msgspec's to check: `typed`.
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -40,13 +41,12 @@ _short = reprlib.Repr(maxstring=200, maxlist=30).repr
 def jsonable(value: object, *, nan_as_null: bool = True) -> object:
     """Returns `value` in JSON's types: tuples as lists, NumPy scalars as numbers.
 
-    Args:
-        value: numbers, text, paths, scalar arrays, and dicts and lists of these.
-        nan_as_null: whether NaN and infinity become None; otherwise they are refused.
+    NaN and infinity become None, or are refused.
 
     Raises:
         ValueError: if JSON cannot represent the value.
     """
+    plain = functools.partial(jsonable, nan_as_null=nan_as_null)
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = np.asarray(value).item()
     if value is None or isinstance(value, bool | str):
@@ -56,20 +56,15 @@ def jsonable(value: object, *, nan_as_null: bool = True) -> object:
             return value
         raise ValueError("an integer that does not fit into 64 bits cannot be read.")
     if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        if nan_as_null:
-            return None
+        if nan_as_null or math.isfinite(value):
+            return value if math.isfinite(value) else None
         raise ValueError(f"{value} has no form in JSON: use a finite number or None.")
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, dict):
-        return {
-            str(key): jsonable(item, nan_as_null=nan_as_null)
-            for key, item in value.items()
-        }
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [jsonable(item, nan_as_null=nan_as_null) for item in value]
+        return [plain(item) for item in value]
     raise ValueError(
         f"a {type(value).__name__} has no form in JSON: use numbers, text, lists and "
         "dicts."
@@ -87,15 +82,12 @@ def write(path: Path, value: object) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` to `path` in one step: temporary file, fsync, rename.
-
-    Bytes of a path that are not UTF-8 become escapes.
-    """
+    """Writes `text` to `path` in one step; what is no UTF-8 in it becomes escapes."""
     write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Writes `content` to `path` in one step, like `write_text`."""
+    """Writes `content` to `path` in one step: temporary file, fsync, rename."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -133,10 +125,7 @@ def typed[T](value: object, kind: type[T] | types.GenericAlias) -> T:
 
     An integer serves as any number, a text as a path; `true` is no number. A field that
     a dataclass does not have is refused, as is a value that it refuses itself.
-
-    Args:
-        value: from `read`.
-        kind: the type; `Annotated[float, msgspec.Meta(gt=0)]` bounds a number.
+    `Annotated[float, msgspec.Meta(gt=0)]` bounds a number.
 
     Raises:
         ValueError: one sentence with the place and the reason.
@@ -202,13 +191,8 @@ def read_lines(
     """Returns the objects of a JSON-lines file without its damaged lines.
 
     A missing file has none. A killed run may leave its last line incomplete: that is
-    left out without a word.
-
-    Args:
-        path: of the file.
-        say: takes a sentence that counts the damaged lines, or says that the file is
-            too large.
-        max_bytes: the lines beyond so many bytes of the file are left out.
+    left out without a word. `say` takes a sentence that counts the damaged lines, or
+    says that lines beyond `max_bytes` are left out.
 
     Raises:
         ValueError: if it is not a file.
@@ -243,13 +227,10 @@ def explain_mismatch(saved: object, current: object) -> list[str]:
     before, now = _flatten(jsonable(saved)), _flatten(jsonable(current))
     lines = []
     for name in sorted(before.keys() | now.keys()):
-        if name not in now:
-            lines.append(f"{name}: saved {_short(before[name])}, now absent")
-        elif name not in before:
-            lines.append(f"{name}: not saved, now {_short(now[name])}")
-        elif before[name] != now[name]:
-            saved = _short(before[name])
-            lines.append(f"{name}: saved {saved}, now {_short(now[name])}")
+        was = f"saved {_short(before[name])}" if name in before else "not saved"
+        is_now = _short(now[name]) if name in now else "absent"
+        if name not in before or name not in now or before[name] != now[name]:
+            lines.append(f"{name}: {was}, now {is_now}")
     return lines
 
 
@@ -291,11 +272,7 @@ def _line(content: bytes) -> dict[str, Any] | None:
 
 
 def _parsed(content: bytes) -> object:
-    """Returns the value of a JSON text.
-
-    Raises:
-        ValueError: with the reason, if it is not strict JSON.
-    """
+    """Returns the value of a JSON text."""
     try:
         value = json.loads(
             content.decode("utf-8-sig"),  # some editors put a byte order mark first

@@ -42,12 +42,7 @@ class Packing:
     format: Format = "int8"
 
     def __post_init__(self):
-        """Checks the ranges.
-
-        Raises:
-            ValueError: if a block or format is none of those that exist, or there is
-                nothing to pack.
-        """
+        """Checks the ranges."""
         if self.block not in BLOCKS:
             raise ValueError(f"block={self.block} must be one of {BLOCKS}.")
         if self.format not in get_args(Format):

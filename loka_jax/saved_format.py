@@ -14,8 +14,8 @@ from loka_jax.terminal import clip
 KEY = "format"  # of the number in config.json and in the manifest of a checkpoint
 # A run: config.json and the checkpoints with their meta values. A run keeps its
 # encoding as a folder of shards, so its number is raised with that of shards, too.
-RUN = 9
-SHARDS = 4  # a folder of shards: schema, settings, report and records
+RUN = 10
+SHARDS = 5  # a folder of shards: schema, settings, report and records
 CHECKPOINTS = "checkpoints"  # of a run: a folder for each saved step, by its number
 
 
@@ -40,12 +40,7 @@ def without_key(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_run(path: pathlib.Path, number: object) -> None:
-    """Raises ValueError unless a document of a run has the format that is read.
-
-    Args:
-        path: of the run or its checkpoint, for the message.
-        number: the number in the document, or None.
-    """
+    """Raises ValueError unless a document of a run has the format that is read."""
     if (reason := why_not(number, RUN)) is not None:
         raise ValueError(
             f"{path} cannot be read ({reason}): train the run again, or use that "

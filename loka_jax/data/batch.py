@@ -49,13 +49,13 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The names of the columns by role.
+    """The names of the columns by role, in the order of a batch's arrays.
 
     Attributes:
         label: the label column, the first if there are several.
-        dense: the dense columns, in the order of `Batch.dense`.
-        categorical: the fields with one value, in the order of `Batch.ids`.
-        multi: the multi-valued fields, in the order of `Batch.bags`.
+        dense: the dense columns.
+        categorical: the fields with one value.
+        multi: the multi-valued fields.
         further_labels: the label columns after the first.
     """
 
@@ -120,9 +120,8 @@ class Schema(Columns):
                 f"{len(self.vocab_sizes)} table sizes for {len(self.fields)} "
                 "categorical columns: give one size for each."
             )
-        if len(self.slots) != len(self.multi) or not all(
-            1 <= slots <= MAX_SLOTS for slots in self.slots
-        ):
+        are_slots = all(1 <= slots <= MAX_SLOTS for slots in self.slots)
+        if len(self.slots) != len(self.multi) or not are_slots:
             raise ValueError(
                 f"slots {self.slots} must have a number in 1..{MAX_SLOTS} for each of "
                 f"{len(self.multi)} multi columns."
@@ -151,20 +150,13 @@ class Position(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A slice of each batch, of `count` equal ones: what a process reads of it.
-
-    Positions are those of whole batches, so they do not depend on it.
-    """
+    """A slice of each batch, of `count` equal ones: what a process reads of it."""
 
     index: int = 0
     count: int = 1
 
     def rows(self, batch_size: int) -> range:
-        """Returns the rows of a batch in the part, `B i / P` to `B (i + 1) / P`.
-
-        Raises:
-            ValueError: if the batch does not divide.
-        """
+        """Returns the rows of a batch in the part, `B i / P` to `B (i + 1) / P`."""
         if batch_size % self.count:
             raise ValueError(
                 f"--loop.batch-size {batch_size} must be a multiple of the "
@@ -179,21 +171,21 @@ WHOLE = Part()
 
 @runtime_checkable
 class Dataset(Protocol):
-    """One split: a set of examples that can be read from any position."""
+    """One split: a set of examples that can be read from any position.
 
-    @property
-    def schema(self) -> Schema:
-        """The columns and table sizes."""
-        ...
+    Attributes:
+        schema: the columns and table sizes.
+        num_examples: the number of examples in one epoch.
+    """
 
-    @property
-    def num_examples(self) -> int:
-        """The number of examples in one epoch."""
-        ...
+    schema: Schema
+    num_examples: int
 
     def num_batches(self, batch_size: int) -> int:
         """Returns the number of batches in one epoch, counting a padded last one."""
-        ...
+        if not batch_size >= 1:
+            raise ValueError(f"{batch_size=} must be at least 1.")
+        return -(-self.num_examples // batch_size)
 
     def batch(
         self,
@@ -210,11 +202,18 @@ class Dataset(Protocol):
         ...
 
 
-def num_batches(num_examples: int, batch_size: int) -> int:
-    """Returns ceil(num_examples / batch_size)."""
-    if not batch_size >= 1:
-        raise ValueError(f"{batch_size=} must be at least 1.")
-    return -(-num_examples // batch_size)
+def examples_of(
+    dataset: Dataset, position: Position, batch_size: int, part: Part
+) -> range:
+    """Returns the numbers in the epoch of the examples of a part of a batch.
+
+    Those from `num_examples` on are padding.
+    """
+    batches = dataset.num_batches(batch_size)
+    if not 0 <= position.step < batches:
+        raise ValueError(f"{position.step=} must lie in [0, {batches}).")
+    rows, start = part.rows(batch_size), position.step * batch_size
+    return range(start + rows.start, start + rows.stop)
 
 
 def next_position(position: Position, batches_per_epoch: int) -> Position:

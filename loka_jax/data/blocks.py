@@ -1,18 +1,16 @@
 """Blocks of raw rows: Arrow columns as read from a file, before any policy."""
 
-# pyright: reportAttributeAccessIssue=false
-# (pyarrow creates the functions of its compute module at import)
-
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.compute
 
 from loka_jax.terminal import clip
+
+pc: Any = pyarrow.compute  # its functions, made at import, have no types
 
 
 class Block(NamedTuple):
@@ -33,6 +31,13 @@ class Block(NamedTuple):
         """Returns a column in a plain type, see `plain`."""
         return plain(self.table.column(name).combine_chunks())
 
+    def filter(self, chosen: np.ndarray) -> "Block":
+        """Returns the rows that a mask chooses."""
+        if chosen.all():
+            return self
+        table = self.table.filter(pa.array(chosen))
+        return Block(table, self.rows[chosen], self.file)
+
     @property
     def nbytes(self) -> int:
         """The bytes of the columns as read or as numbers, whichever is more."""
@@ -40,20 +45,13 @@ class Block(NamedTuple):
 
 
 class BadRows:
-    """Counts rows with too few or too many columns and records the first few.
-
-    Attributes:
-        limit: number of bad rows allowed in all files together.
-        count: number of bad rows so far.
-        samples: file, row and column counts of the first few.
-    """
+    """Counts rows with too few or too many columns, and has samples of the first."""
 
     NUM_SAMPLES = 5
 
     def __init__(self, limit: int):
         """Allows `limit` bad rows in all files together."""
-        self.limit = limit
-        self.count = 0
+        self.limit, self.count = limit, 0
         self.samples: list[dict] = []
 
     def add(self, file: str, row: int, columns: int, expected: int) -> bool:
@@ -66,7 +64,8 @@ class BadRows:
         return self.count <= self.limit
 
 
-# Yields the requested columns of the file with this path, block by block.
+# Yields the requested columns of the file with this path, block by block. This is where
+# a format of files plugs in: `loka_jax.data.files.reader_of` chooses its reader.
 type Reader = Callable[[str, tuple[str, ...], BadRows], Iterator[Block]]
 
 
@@ -75,29 +74,24 @@ def find_columns(file: str, requested: tuple[str, ...], header: list[str]) -> li
 
     Names that look alike are alike: a letter with an accent may be one character or
     two (Unicode's NFC and NFD).
-
-    Raises:
-        ValueError: if the file lacks a column or has it twice.
     """
-    names = [_composed(name) for name in header]
-    places = {name: place for place, name in enumerate(names)}
-    counts = Counter(names)
+    places, names = [], [unicodedata.normalize("NFC", name) for name in header]
     for name in requested:
-        if not (count := counts[_composed(name)]):
+        composed = unicodedata.normalize("NFC", name)
+        if composed not in names:
+            more = f" and {len(header) - 12} more" if len(header) > 12 else ""
             raise ValueError(
-                f"{file} has no column {name!r}, only {_shortened(header)}: name "
-                "another column, or another file."
+                f"{file} has no column {name!r}, only "
+                f"{', '.join(map(clip, header[:12]))}{more}: name another column, or "
+                "another file."
             )
-        if count > 1:
+        if (count := names.count(composed)) > 1:
             raise ValueError(
                 f"{file} has column {name!r} {count} times: give its columns different "
                 "names."
             )
-    return [places[_composed(name)] for name in requested]
-
-
-def _composed(name: str) -> str:
-    return unicodedata.normalize("NFC", name)
+        places.append(names.index(composed))
+    return places
 
 
 # How databases write null to text files, in columns of any kind.
@@ -135,8 +129,3 @@ def list_lengths(column: pa.Array) -> np.ndarray:
     """Returns the number of elements of each list in int64, 0 for a missing one."""
     lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
     return np.where(column.is_null(), 0, lengths)
-
-
-def _shortened(names: list[str], limit: int = 12) -> str:
-    start = ", ".join(clip(name) for name in names[:limit])
-    return f"{start} and {len(names) - limit} more" if len(names) > limit else start

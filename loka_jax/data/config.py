@@ -3,6 +3,7 @@
 It is flat so that command lines read well: `--data.path clicks.csv --data.label click`.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -137,27 +138,13 @@ class DataConfig:
         for name, value in (("valid", self.valid), ("test", self.test)):
             if value is not None and self.path is None:
                 raise ValueError(f"--data.{name} needs --data.path, the training file.")
-        if self.kind == "generated" and self.path is not None:
-            raise ValueError(
-                "--data.path is not used by generated data: add --data.kind table or "
-                "--data.kind criteo."
-            )
-        if self.kind == "criteo" and (self.dense or self.categorical):
-            raise ValueError(
-                "Criteo files have fixed columns: leave out --data.dense and "
-                "--data.categorical, or use --data.kind table."
-            )
+        self._check_kind()
         if self.separator == "":
             raise ValueError("--data.separator is empty: name a character, as in '|'.")
         _ = self.weights_of_multi
         if self.kind == "table":
             self._check_tables()
-        if self.kind == "generated" and self.keep_negatives < 1:
-            raise ValueError(
-                "Generated data keep all rows: leave out --data.keep-negatives, or "
-                "lower --data.examples."
-            )
-        if self.labels and self.label not in (_default("label"), self.labels[0]):
+        if self.labels and self.label not in ("label", self.labels[0]):
             raise ValueError(
                 f"--data.label {self.label} and --data.labels {' '.join(self.labels)} "
                 "name labels twice: leave out --data.label."
@@ -167,8 +154,22 @@ class DataConfig:
                 f"Column {self.weight!r} is both label and weight, so that only clicks "
                 "would count: correct --data.label or --data.weight."
             )
-        for name in _TABLE_ONLY:
-            if self.kind != "table" and getattr(self, name) != _default(name):
+
+    def _check_kind(self):
+        """Raises ValueError for an option that does not fit the kind of the data."""
+        if self.kind == "generated" and self.path is not None:
+            raise ValueError(
+                "--data.path is not used by generated data: add --data.kind table or "
+                "--data.kind criteo."
+            )
+        if self.kind == "generated" and self.keep_negatives < 1:
+            raise ValueError(
+                "Generated data keep all rows: leave out --data.keep-negatives, or "
+                "lower --data.examples."
+            )
+        names = ("dense", "categorical") if self.kind == "criteo" else ()
+        for name in (*names, *_TABLE_ONLY):
+            if self.kind != "table" and getattr(self, name):
                 raise ValueError(
                     f"--data.{name.replace('_', '-')} names a column of a table, and "
                     f"data of kind {self.kind} have fixed columns: leave it out, or "
@@ -228,10 +229,6 @@ class DataConfig:
         return self.weight is not None or self.keep_negatives < 1
 
 
-def _default(name: str) -> object:
-    return DataConfig.__dataclass_fields__[name].default
-
-
 # Options that name columns, beside `dense` and `categorical`.
 _TABLE_ONLY = ("time", "weight", "multi", "labels", "hash_sizes", "hashed", "share")
 MAX_ROWS = 2**31 - 1  # ids are int32
@@ -285,8 +282,7 @@ def features_of(config: DataConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*columns.dense, *columns.fields, *weights)))
 
 
-def settings_of(config: DataConfig) -> dict:
-    """Returns the options that determine the shards' contents, as JSON values."""
-    settings = {name: getattr(config, name) for name in SETTINGS}
-    settings |= vars(columns_of(config))
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
+def without_files(config: DataConfig) -> DataConfig:
+    """Returns the options that determine the contents of shards, beside the files."""
+    files = dict.fromkeys(("path", "valid", "test", "cache"))
+    return dataclasses.replace(config, **files, label=columns_of(config).label)

@@ -7,14 +7,14 @@ validation or test rows.
 
 import itertools
 import pathlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import numpy as np
 
 from loka_jax.data.batch import Schema
 from loka_jax.data.blocks import BadRows, Block
-from loka_jax.data.config import DataConfig, columns_of, features_of, settings_of
+from loka_jax.data.config import DataConfig, columns_of, without_files
 from loka_jax.data.encoding import VocabularyEncoder
 from loka_jax.data.files import (
     Sources,
@@ -25,16 +25,11 @@ from loka_jax.data.files import (
     unchanged,
 )
 from loka_jax.data.learn import Learner
+from loka_jax.data.reader import record_dtype_of
 from loka_jax.data.records import Encoding
-from loka_jax.data.rows import Rows, names_of
-from loka_jax.data.shards import (
-    SPLITS,
-    ShardWriter,
-    check_disk,
-    new_folder,
-    record_dtype_of,
-)
-from loka_jax.data.values import Counts, Range, is_positive, nothing_left
+from loka_jax.data.shards import SPLITS, ShardWriter, check_disk, new_folder
+from loka_jax.data.split import SplitReader, names_of
+from loka_jax.data.values import MAX_DENSE, Counts, is_positive
 from loka_jax.terminal import clip
 
 PENDING_BYTES = 1 << 28  # of raw rows that are encoded together
@@ -44,7 +39,7 @@ def convert(
     config: DataConfig,
     sources: Sources,
     target: pathlib.Path,
-    progress: Callable[[str, int], None] | None = None,
+    progress: Callable[[str, int], None] = lambda stage, rows: None,
     *,
     base: Encoding | None = None,
 ) -> None:
@@ -53,7 +48,7 @@ def convert(
     Args:
         config: columns and policies.
         sources: the files of each split.
-        target: the new folder, which must not exist yet.
+        target: the new folder.
         progress: called with the stage's name and the number of rows read so far.
         base: the encoding to use instead of learning one; new values get its reserved
             rows.
@@ -61,7 +56,6 @@ def convert(
     Raises:
         ValueError: one sentence with file, row or option, and the remedy.
     """
-    progress = progress or (lambda stage, rows: None)
     conversion = _Conversion(config, sources, progress, base)
     with new_folder(target) as folder, unchanged(conversion.stamps):
         conversion.run(folder)
@@ -70,12 +64,15 @@ def convert(
 class _Split:
     """What is counted of the rows of a split."""
 
-    def __init__(self, labels: tuple[str, ...]):
-        self.labels = labels
+    def __init__(self, columns):
+        self.labels = columns.labels
         self.values = Counts()
         self.examples, self.weight = 0, 0.0
-        self.positives = np.zeros(len(labels), np.int64)
-        self.labelled = np.zeros(len(labels), np.int64)
+        self.positives = np.zeros(len(columns.labels), np.int64)
+        self.labelled = np.zeros(len(columns.labels), np.int64)
+        # The smallest and the largest input of each dense column.
+        self.low = np.full(len(columns.dense), np.inf)
+        self.high = np.full(len(columns.dense), -np.inf)
 
     def add(self, records: np.ndarray) -> None:
         self.examples += len(records)
@@ -84,6 +81,9 @@ class _Split:
         self.labelled += np.count_nonzero(~np.isnan(labels), axis=0)
         if "weight" in (records.dtype.names or ()):
             self.weight += float(records["weight"].sum(dtype=np.float64))
+        dense = records["dense"]
+        self.low = np.minimum(self.low, dense.min(axis=0, initial=np.inf))
+        self.high = np.maximum(self.high, dense.max(axis=0, initial=-np.inf))
 
     def report(self) -> dict:
         """Returns the number of clicks; by task, with that of labels, if several."""
@@ -95,6 +95,19 @@ class _Split:
                 "labelled": dict(zip(self.labels, labelled, strict=True)),
             }
         return {"examples": self.examples, **counts}
+
+    def nothing_left(self, place: int, column: str, transform: str) -> str | None:
+        """Returns why a dense column tells rows apart no more, or None if it does."""
+        counts, low = self.values.of(column), self.low[place]
+        if self.examples < 2:
+            return None
+        if counts["missing"] + counts["nan"] == self.examples:
+            return "all its values are missing"
+        if counts["huge"] + counts["inf"] == self.examples:
+            return f"all its values lie beyond {MAX_DENSE:g}"
+        if low != self.high[place]:
+            return None
+        return f"it is constant, {low:g} after --data.transform {transform}"
 
 
 class _Conversion:
@@ -111,15 +124,13 @@ class _Conversion:
             vocab_sizes=(1,) * len(self.columns.fields),
             slots=(1,) * len(self.columns.multi),
         )
-        columns = (*self.columns.labels, *features_of(config))
-        self.rows = Rows(config, sources, columns, progress)
+        self.reader = SplitReader(config, sources, progress)
         self.rows_learned = 0
-        self.splits = {split: _Split(self.columns.labels) for split in SPLITS}
-        self.dense_range = Range(len(self.columns.dense))
+        self.splits = {split: _Split(self.columns) for split in SPLITS}
 
     def run(self, folder: pathlib.Path) -> None:
-        self.rows.learn_split()
-        self.encoding = self._learn()
+        self.reader.learn_rule()
+        self.encoding, facts = self._learn()
         check_unchanged(self.stamps)
         itemsize = record_dtype_of(self.encoding.schema).itemsize
         needed = self.rows_learned * itemsize
@@ -127,7 +138,7 @@ class _Conversion:
         writer = ShardWriter(folder)
         bad_rows = BadRows(self.config.max_bad_rows)
         pending: defaultdict[str, list[Block]] = defaultdict(list)
-        for split, block in self.rows.blocks(SPLITS, bad_rows, "encoding"):
+        for split, block in self.reader.blocks(SPLITS, bad_rows, "encoding"):
             pending[split].append(block)
             if sum(waiting.nbytes for waiting in pending[split]) >= PENDING_BYTES:
                 self._write(writer, split, pending.pop(split))
@@ -140,35 +151,22 @@ class _Conversion:
                 writer.add_vocabulary(field, encoder.values)
         writer.finish(
             self.encoding.schema,
-            sources=[
-                {"file": path.name, "bytes": s.size, "modified_ns": s.modified_ns}
-                for path, s in self.stamps.items()
-            ],
-            kind=self.config.kind,
-            settings=settings_of(self.config),
+            without_files(self.config),
             forms=dict(self.encoding.forms),
-            standardizer=self._standardizer(),
-            report=self._report(bad_rows),
+            standardizer=self.encoding.standardizer,
+            report=self._report(bad_rows, facts),
         )
 
-    def _learn(self) -> Encoding:
+    def _learn(self) -> tuple[Encoding, dict]:
         """Returns the encoding; reads one block if it depends on no training rows."""
         learner = Learner(self.config, self.base)
         bad_rows = BadRows(self.config.max_bad_rows)
-        for _, block in self.rows.blocks(("train",), bad_rows, "reading"):
-            self.rows_learned += block.table.num_rows
+        for _, block in self.reader.blocks(("train",), bad_rows, "reading"):
+            self.rows_learned += len(block.rows)
             learner.add(block)
             if not learner.needs_all_rows:
                 break
-        encoding = learner.encoding()
-        self.facts = learner.facts(encoding)
-        return encoding
-
-    def _standardizer(self) -> dict[str, list[float]] | None:
-        if self.config.transform != "standardize":
-            return None
-        parts = self.encoding.standardizer._asdict()
-        return {name: list(map(float, part)) for name, part in parts.items()}
+        return learner.result()
 
     def _write(self, writer: ShardWriter, split: str, blocks: list[Block]) -> None:
         counts, refusal = self.splits[split].values, self._unknown_refusal(split)
@@ -177,10 +175,8 @@ class _Conversion:
             # Each stands for 1 / rate rows, so that sums over them are unbiased.
             negative = ~is_positive(records["label"])
             records["weight"][negative] /= self.config.keep_negatives
-        writer.add_rows(split, records)
+        writer.add_records(split, records)
         self.splits[split].add(records)
-        if split == "train":
-            self.dense_range.add(records["dense"])
 
     def _unknown_refusal(self, split: str) -> str | None:
         """Returns why a split may not hold values without an id, or None."""
@@ -221,7 +217,7 @@ class _Conversion:
                 f"{self.config.valid_fraction:g}."
             )
 
-    def _report(self, bad_rows: BadRows) -> dict:
+    def _report(self, bad_rows: BadRows, facts: dict) -> dict:
         splits = {
             split: {
                 "files": [path.name for path in getattr(self.sources, split)],
@@ -235,24 +231,22 @@ class _Conversion:
         for sample in bad_rows.samples:
             sample["file"] = pathlib.Path(sample["file"]).name
         policies = ("bad", "transform", "encoding")
+        kinds = ("missing", "nan", "inf", "huge", "negative", "oov")
+        totals = sum((Counter(s["totals"]) for s in splits.values()), Counter())
         return {
             "source": self.config.kind,
-            "split_rule": self.rows.split_rule(),
-            "notes": [
-                *self._notes_on_rows(),
-                *self._notes_on_lists(),
-                *self._warnings(),
-            ],
+            "split_rule": self.reader.rule(),
+            "notes": [*self._notes(), *self._warnings()],
             "examples": {split: part["examples"] for split, part in splits.items()},
             "policies": {name: getattr(self.config, name) for name in policies},
             "bad_rows": {"count": bad_rows.count, "samples": bad_rows.samples},
-            "categorical": self.facts,
-            "totals": _sum_totals([part["totals"] for part in splits.values()]),
+            "categorical": facts,
+            "totals": {**dict.fromkeys(kinds, 0), **totals},
             "splits": splits,
         }
 
-    def _notes_on_rows(self) -> list[str]:
-        """Returns sentences on weights, sampling and missing labels."""
+    def _notes(self) -> list[str]:
+        """Returns sentences on weights, sampling, missing labels and lists."""
         config, train, notes = self.config, self.splits["train"], []
         if config.weight is not None:
             notes.append(
@@ -270,23 +264,19 @@ class _Conversion:
                     f"{lacking:,} training rows have no label {clip(repr(name))} and "
                     "count for the other tasks only."
                 )
+        for column, n in zip(self.columns.multi, self.encoding.slots, strict=True):
+            is_limit = n == config.max_values
+            notes.append(
+                f"Column {clip(repr(column))}: the first {n} values of a list are "
+                f"used, {'the limit' if is_limit else 'the most in a training row'}."
+            )
         return notes
-
-    def _notes_on_lists(self) -> list[str]:
-        """Returns a sentence on the room for each multi-valued column."""
-        slots, limit = self.encoding.slots, self.config.max_values
-        return [
-            f"Column {clip(repr(column))}: the first {n} values of a list are used, "
-            + ("the limit." if n == limit else "the most in a training row.")
-            for column, n in zip(self.columns.multi, slots, strict=True)
-        ]
 
     def _warnings(self) -> list[str]:
         """Returns a sentence on each column from which a model cannot learn."""
         train, found = self.splits["train"], []
         for place, column in enumerate(self.columns.dense):
-            only, counts = self.dense_range.only_value(place), train.values.of(column)
-            if cause := nothing_left(counts, train.examples, only, self.config):
+            if cause := train.nothing_left(place, column, self.config.transform):
                 found.append(
                     f"Warning: nothing is left of dense column {clip(repr(column))} "
                     f"in the {train.examples:,} training rows: {cause}; leave it out, "
@@ -299,9 +289,3 @@ class _Conversion:
             )
         by_split = (self.splits[s].values.warnings(f"the {s} rows") for s in SPLITS)
         return [*found, *itertools.chain.from_iterable(by_split)]
-
-
-def _sum_totals(totals: list[dict[str, int]]) -> dict[str, int]:
-    kinds = ["missing", "nan", "inf", "huge", "negative", "oov"]
-    kinds += ["cut lists"] if any("cut lists" in total for total in totals) else []
-    return {kind: sum(total.get(kind, 0) for total in totals) for kind in kinds}

@@ -1,63 +1,95 @@
-"""Maps values to ids, by a vocabulary of the training rows or by a stable hash.
+"""Categorical values as text, one a row or in lists, and texts as ids.
 
 Values are compared as text. Integers, text and whole float64 have the same; columns of
-other types have a form of their own (`text_form`), which an encoding remembers. Id 0
-stands for missing values and, with a vocabulary, for values seen fewer than `min_count`
-times in training.
+other types have a form of their own (`text_form`), which an encoding remembers. Ids are
+those of a vocabulary of the training rows, or a stable hash. Id 0 stands for missing
+values and, with a vocabulary, for values seen fewer than `min_count` times in training.
 """
-
-# pyright: reportAttributeAccessIssue=false
-# (pyarrow creates the functions of its compute module at import)
 
 import hashlib
 import re
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from loka_jax.data.blocks import NULL_WORDS, Block, element_type
+from loka_jax.data.blocks import NULL_WORDS, Block, element_type, list_lengths, pc
 from loka_jax.data.config import DataConfig
+from loka_jax.data.values import parse_weights
 from loka_jax.terminal import clip
 
 # The texts of floats that are integers: those below 9e15, so that each has its own, and
 # larger ones.
 _WHOLE = re.compile(r"(-?[0-8]?[0-9]{1,15})\.0")
 LARGE_FLOAT = r"^-?((9[0-9]{15}|[0-9]{17,})\.0|[0-9](\.[0-9]+)?[eE]\+[0-9]+)$"
+NO_INTEGER = -1  # in place of an id
 
 
-@runtime_checkable
-class Encoder(Protocol):
-    """Turns the values of one field into ids.
+class Texts(NamedTuple):
+    """The values of a field in some rows.
 
     Attributes:
-        rows: the number of rows of the field's table, including id 0.
+        values: of all rows, one after another; null where the only one is missing.
+        lengths: int64, the number of values of each row; None if each has one.
+        missing: the number of values that were left out of lists.
+        weights: float32, of each value; None if all are 1.
     """
 
-    rows: int
+    values: pa.Array
+    lengths: np.ndarray | None = None
+    missing: int = 0
+    weights: np.ndarray | None = None
 
-    def encode(self, values: pa.Array | pa.ChunkedArray) -> np.ndarray:
-        """Returns int32 ids in [0, rows); 0 for null and unknown values."""
-        ...
+
+def read_texts(
+    block: Block, column: str, config: DataConfig, *, with_weights: bool = True
+) -> Texts:
+    """Returns the values of a field, and those of a multi-valued one with weights."""
+    if column not in config.multi:
+        return Texts(as_text(block, column))
+    elements, lengths = _elements(block, column, config.separator)
+    values = as_text(elements, column)
+    present = ~np.asarray(is_missing(values))
+    weights = None
+    if with_weights and (name := config.weights_of_multi.get(column)) is not None:
+        weighted, counts = _elements(block, name, config.separator)
+        if (differ := lengths != counts).any():
+            at = int(np.argmax(differ))
+            raise ValueError(
+                f"{block.file} row {block.rows[at]} has {lengths[at]} values in column "
+                f"{column!r} and {counts[at]} weights in {name!r}: give each value one "
+                "weight."
+            )
+        weights = parse_weights(weighted.filter(present), name, "--data.multi-weights")
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    return Texts(
+        values=values.filter(pa.array(present)),
+        lengths=np.bincount(row[present], minlength=len(lengths)),
+        missing=int(np.count_nonzero(~present)),
+        weights=weights,
+    )
+
+
+def _elements(
+    block: Block, column: str, separator: str | None
+) -> tuple[Block, np.ndarray]:
+    """Returns the elements of all lists, each as a row, and the length of each list."""
+    array = block.column(column)
+    if element_type(array.type) == array.type:
+        if separator is None:
+            raise ValueError(
+                f"{block.file} column {column!r} holds {clip(array.type)}, no lists: "
+                "name what stands between the values with --data.separator, as in '|'."
+            )
+        array = pc.split_pattern(as_text(block, column), separator)
+    lengths = list_lengths(array)
+    table = pa.table({column: pc.list_flatten(array)})
+    return Block(table, np.repeat(block.rows, lengths), block.file), lengths
 
 
 def as_text(block: Block, column: str) -> pa.Array:
-    """Returns a column's values as strings, and missing ones (empty, NaN) as null.
-
-    Raises:
-        ValueError: if the column's type has no text form, such as lists.
-    """
-    return text_of(block.column(column), block, column)
-
-
-def text_of(array: pa.Array, block: Block, column: str) -> pa.Array:
-    """Returns values of a column as strings, and missing ones (empty, NaN) as null.
-
-    Raises:
-        ValueError: if their type has no text form, such as lists, or a float is too
-            large to be an integer's.
-    """
+    """Returns a column's values as strings, and missing ones (empty, NaN) as null."""
+    array = block.column(column)
     if pa.types.is_floating(array.type):
         _check_exact(array, block, column)
         array = _floats_as_text(array.cast(pa.float64()))
@@ -81,6 +113,12 @@ def text_of(array: pa.Array, block: Block, column: str) -> pa.Array:
 def _is_binary(kind: pa.DataType) -> bool:
     is_binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
     return is_binary or pa.types.is_fixed_size_binary(kind)
+
+
+def is_missing(values: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """Returns which texts are null or a spelling of it."""
+    words = pa.array([None, *NULL_WORDS], values.type)
+    return pc.is_in(values, value_set=words)
 
 
 def text_form(kind: pa.DataType) -> str | None:
@@ -123,13 +161,19 @@ def _floats_as_text(array: pa.Array) -> pa.Array:
     return pc.if_else(whole, integers.cast(pa.string()), array.cast(pa.string()))
 
 
-class NoInteger(ValueError):
-    """A value is no 64-bit integer; `at` is its place among the values."""
+@runtime_checkable
+class Encoder(Protocol):
+    """Turns the values of one field into ids.
 
-    def __init__(self, at: int):
-        """Takes the place of the value."""
-        super().__init__(f"value {at} is no 64-bit integer")
-        self.at = at
+    Attributes:
+        rows: the number of rows of the field's table, including id 0.
+    """
+
+    rows: int
+
+    def encode(self, values: pa.Array) -> np.ndarray:
+        """Returns int32 ids in [0, rows); 0 for null and unknown values."""
+        ...
 
 
 class ValueCounter:
@@ -143,7 +187,11 @@ class ValueCounter:
         """Starts with no values; so many bytes of counts are kept before a merge."""
         self.merged_bytes = 0
         self._merge_bytes = merge_bytes
-        self._parts: list[pa.Table] = []
+        self._parts = [
+            pa.table(
+                {"value": pa.array([], pa.large_string()), "count": pa.array([], "i8")}
+            )
+        ]
         self._new_bytes = 0
 
     def add(self, values: pa.Array) -> None:
@@ -164,18 +212,8 @@ class ValueCounter:
 
     def ranked(self) -> pa.Table:
         """Returns the columns `value` and `count`, the most frequent values first."""
-        if not self._parts:
-            return pa.table(
-                {"value": pa.array([], pa.large_string()), "count": pa.array([], "i8")}
-            )
         order = [("count", "descending"), ("value", "ascending")]
         return self._merged().sort_by(order)
-
-
-def is_missing(values: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """Returns which texts are null or a spelling of it."""
-    words = pa.array([None, *NULL_WORDS], values.type)
-    return pc.is_in(values, value_set=words)
 
 
 def frequent(ranked: pa.Table, min_count: int) -> pa.Array:
@@ -198,7 +236,7 @@ class VocabularyEncoder:
         self.values, self.reserved = values, reserved
         self.rows = len(values) + 1 + reserved
 
-    def encode(self, values: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    def encode(self, values: pa.Array) -> np.ndarray:
         """Returns int32 ids in [0, rows); 0 for null and unknown values.
 
         A whole number that has no id has that of its other spelling, 7 or 7.0: pandas
@@ -210,12 +248,12 @@ class VocabularyEncoder:
             ids[unknown] = self._exact_ids(others)
         return ids
 
-    def _exact_ids(self, values: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    def _exact_ids(self, values: pa.Array) -> np.ndarray:
         index = pc.index_in(values, value_set=self.values, skip_nulls=True)
         return np.asarray(pc.fill_null(index, -1), np.int32) + np.int32(1)
 
 
-def _other_spelling(values: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+def _other_spelling(values: pa.Array) -> pa.Array:
     """Returns 7 for 7.0, 7.0 for 7, and what is no whole number as it is."""
     whole = pc.replace_substring_regex(values, f"^{_WHOLE.pattern}$", r"\1")
     point = pc.replace_substring_regex(values, r"^(-?[0-8]?[0-9]{1,15})$", r"\1.0")
@@ -234,10 +272,8 @@ class HashEncoder:
         self._salt = hashlib.blake2b(field.encode(), digest_size=16).digest()
         self.rows = rows
 
-    def encode(self, values: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    def encode(self, values: pa.Array) -> np.ndarray:
         """Returns int32 ids in [0, rows); 0 for null values."""
-        if isinstance(values, pa.ChunkedArray):
-            return np.concatenate([self.encode(chunk) for chunk in values.chunks])
         coded = pc.dictionary_encode(values)
         ids = np.zeros(len(coded.dictionary) + 1, np.int32)  # the last is for null
         for i, value in enumerate(coded.dictionary.to_pylist()):
@@ -263,36 +299,30 @@ class ModuloEncoder:
         """Takes the rows of the field's table."""
         self.rows = rows
 
-    def encode(self, values: pa.Array | pa.ChunkedArray) -> np.ndarray:
-        """Returns int32 ids in [0, rows); 0 for null values.
-
-        Raises:
-            NoInteger: for the first value that is no 64-bit integer.
-        """
+    def encode(self, values: pa.Array) -> np.ndarray:
+        """Returns int32 ids: 0 for null values, `NO_INTEGER` for no 64-bit integer."""
+        wrong = np.zeros(len(values), bool)
         try:
             numbers = values.cast(pa.int64())
             hashes = np.asarray(pc.fill_null(numbers, 0)).view(np.uint64)
         except pa.ArrowInvalid:  # 2^63 or more, or no integer
-            hashes = np.array(
-                [_bits(value, at) for at, value in enumerate(values.to_pylist())],
-                np.uint64,
-            )
+            bits = [_bits(value) for value in values.to_pylist()]
+            wrong = np.array([x is None for x in bits])
+            hashes = np.array([x or 0 for x in bits], np.uint64)
         ids = 1 + (hashes % np.uint64(self.rows - 1)).astype(np.int32)
-        missing = np.asarray(is_missing(values))
-        return np.where(missing, np.int32(0), ids)
+        ids[np.asarray(is_missing(values))] = 0
+        return np.where(wrong, np.int32(NO_INTEGER), ids)
 
 
-def _bits(value: str | None, at: int) -> int:
-    """Returns the 64 bits of an integer, as an unsigned one."""
+def _bits(value: str | None) -> int | None:
+    """Returns the 64 bits of an integer as an unsigned one, None if it is none."""
     if value is None or value in NULL_WORDS:
         return 0
     is_hex = re.fullmatch("0[xX][0-9a-fA-F]{1,16}", value)
     if not is_hex and not re.fullmatch("-?[0-9]{1,20}", value):
-        raise NoInteger(at)
+        return None
     number = int(value, 16 if is_hex else 10)
-    if not -(2**63) <= number < 2**64:
-        raise NoInteger(at)
-    return number % 2**64
+    return number % 2**64 if -(2**63) <= number < 2**64 else None
 
 
 def hash_encoder(config: DataConfig, column: str) -> Encoder | None:

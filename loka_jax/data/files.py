@@ -1,6 +1,5 @@
 """The files of each split: found, opened by their format, watched for changes."""
 
-import difflib
 import functools
 import os
 import pathlib
@@ -19,6 +18,7 @@ from loka_jax.data.config import (
 )
 from loka_jax.data.parquet import read_parquet
 from loka_jax.data.text import read_text
+from loka_jax.options import did_you_mean
 
 _FORMATS = {
     ".csv": "csv",
@@ -50,11 +50,7 @@ def data_format(path: pathlib.Path) -> str | None:
 
 
 def existing(path: str | pathlib.Path) -> pathlib.Path:
-    """Returns the path with `~` expanded.
-
-    Raises:
-        ValueError: if it does not exist; the message suggests similar names.
-    """
+    """Returns the path with `~` expanded."""
     path = pathlib.Path(path).expanduser()
     if path.exists():
         return path
@@ -62,11 +58,8 @@ def existing(path: str | pathlib.Path) -> pathlib.Path:
     if not folder.is_dir():
         raise ValueError(f"{path} does not exist: there is no folder {folder} either.")
     names = sorted(entry.name for entry in folder.iterdir())
-    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
-    if near:
-        hint = f"did you mean {' or '.join(near)}?"
-    else:
-        hint = f"the folder holds {', '.join(names[:5]) or 'nothing'}."
+    hint = did_you_mean(path.name, names, cutoff=0.5).strip()
+    hint = hint or f"the folder holds {listed(names) or 'nothing'}."
     raise ValueError(f"{path} does not exist: {hint}")
 
 
@@ -150,9 +143,6 @@ def reader_of(config: DataConfig, path: pathlib.Path) -> Reader:
 
     Criteo's files are tab separated and have no header; those of `test.txt` have no
     label either.
-
-    Raises:
-        ValueError: if the name implies no format.
     """
     if config.kind == "criteo":
         names = (CRITEO_LABEL, *CRITEO_DENSE, *CRITEO_CATEGORICAL)
@@ -168,27 +158,14 @@ def reader_of(config: DataConfig, path: pathlib.Path) -> Reader:
     return functools.partial(read_text, delimiter="\t" if kind == "tsv" else ",")
 
 
-class Stamp(NamedTuple):
-    """What changes whenever a file's contents do.
-
-    Attributes:
-        size: in bytes.
-        modified_ns: the time of the last writing, which programs can set back.
-        changed_ns: the time of the last writing or renaming, which they cannot.
-    """
-
-    # Not the inode: some network disks renumber a file that is not open.
-    size: int
-    modified_ns: int
-    changed_ns: int
+# What changes whenever a file's contents do: size, the time of the last writing, which
+# programs can set back, and that of the last writing or renaming, which they cannot.
+# Not the inode: some network disks renumber a file that is not open.
+type Stamp = tuple[int, int, int]
 
 
 def stamp_of(path: pathlib.Path) -> Stamp:
-    """Returns the file's stamp.
-
-    Raises:
-        ValueError: if it is gone or not a regular file.
-    """
+    """Returns the file's stamp; refuses one that is gone or not a regular file."""
     try:
         status = os.stat(path)
     except OSError as error:
@@ -201,16 +178,12 @@ def stamp_of(path: pathlib.Path) -> Stamp:
             f"{path} is a pipe or a device, and data are read twice: write them to a "
             "file."
         )
-    return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @contextmanager
 def unchanged(stamps: dict[pathlib.Path, Stamp]) -> Iterator[None]:
-    """Checks the files after the block, also when it fails with a ValueError.
-
-    Raises:
-        ValueError: with the first file that changed, and what to do.
-    """
+    """Checks the files after the block, also when it fails with a ValueError."""
     try:
         yield
     except ValueError:  # a change explains what looks like damage

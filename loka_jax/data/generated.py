@@ -18,17 +18,23 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, UInt
 
-from loka_jax.data import batch as batch_lib
-from loka_jax.data.batch import WHOLE, Batch, Part, Position, Schema
+from loka_jax.data.batch import (
+    WHOLE,
+    Batch,
+    Dataset,
+    Part,
+    Position,
+    Schema,
+    examples_of,
+)
 from loka_jax.data.config import DataConfig
 from loka_jax.data.planted import NUM_DENSE, STREAMS, World, draw, true_logit
 
 
 def _dense(z: Float[Array, "B n"]) -> Float[Array, "B n"]:
-    """Returns log(1 + count) of log-normal counts, standardized.
+    """Returns log(1 + count) of log-normal counts as skewed as Criteo's, standardized.
 
-    The counts are as skewed as Criteo's. For data from files,
-    `--data.transform standardize` has the same effect.
+    For data from files, `--data.transform standardize` has the same effect.
     """
     column = jnp.arange(NUM_DENSE, dtype=jnp.float32)[None, :] / (NUM_DENSE - 1)
     center, spread = 0.5 + 4.0 * column, 0.8 + 0.6 * column
@@ -81,16 +87,12 @@ def split_sizes(config: DataConfig) -> dict[str, int]:
     return {"train": config.examples, "valid": held_out, "test": held_out}
 
 
-class GeneratedDataset:
+class GeneratedDataset(Dataset):
     """A split of generated click logs.
 
     The training split is a stream keyed by the position's seed; every epoch reads new
     examples. The held-out splits are fixed: they ignore the position's epoch and seed,
     so every evaluation sees the same examples.
-
-    Attributes:
-        schema: the columns and table sizes.
-        num_examples: the number of examples in one epoch.
     """
 
     def __init__(
@@ -111,10 +113,6 @@ class GeneratedDataset:
         self._seed = seed
         self._sharding: NamedSharding | None = None
 
-    def num_batches(self, batch_size: int) -> int:
-        """Returns the number of batches in one epoch, counting a padded last one."""
-        return batch_lib.num_batches(self.num_examples, batch_size)
-
     def batch(
         self,
         position: Position,
@@ -126,13 +124,8 @@ class GeneratedDataset:
         """Returns a part of the batch at `position`, made on JAX's default device.
 
         Where the split is spread over devices (`spread_over`) a batch lies on all of
-        them.
-
-        Args:
-            position: the batch to make; held-out splits read only its step.
-            batch_size: rows of the batch.
-            shuffle: ignored: the examples of a stream are independent.
-            part: the slice of the batch to make.
+        them. Held-out splits read only the position's step. `shuffle` is ignored: the
+        examples of a stream are independent.
         """
         del shuffle
         return self.batch_and_logit(position, batch_size, part)[0]
@@ -141,31 +134,23 @@ class GeneratedDataset:
         self, position: Position, batch_size: int, part: Part = WHOLE
     ) -> tuple[Batch, Float[Array, "B"]]:
         """Returns a part of the batch at `position` and the planted model's logits."""
-        batches = self.num_batches(batch_size)
-        if not 0 <= position.step < batches:
-            raise ValueError(f"{position.step=} must lie in [0, {batches}).")
-        rows = part.rows(batch_size)
+        examples = examples_of(self, position, batch_size, part)
         is_train = self._split == "train"
         place = (
             STREAMS[self._split],
             (position.seed if is_train else self._seed) % 2**32,
             position.epoch if is_train else 0,
-            position.step * batch_size + rows.start,
+            examples.start,
             self.num_examples,
         )
         place = np.array(place, np.uint32)
-        return _make(self._config, self._world, len(rows), place, self._sharding)
+        return _make(self._config, self._world, len(examples), place, self._sharding)
 
 
 def spread_over(
     sharding: NamedSharding, *splits: GeneratedDataset
 ) -> list[GeneratedDataset]:
-    """Returns splits of one world with batches that each device makes its part of.
-
-    Args:
-        sharding: of the rows of a batch.
-        splits: all of the world of the first.
-    """
+    """Returns splits of one world with batches that each device makes its part of."""
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
     world = jax.device_put(splits[0]._world, everywhere)
 

@@ -13,24 +13,26 @@ import pathlib
 import shutil
 from dataclasses import dataclass
 
+import msgspec
 from jax.sharding import NamedSharding
 
 from loka_jax import saved_format
 from loka_jax.cache_folder import cache_folder
 from loka_jax.data import generated, planted
 from loka_jax.data.batch import Dataset, Schema
-from loka_jax.data.config import ENCODING_SETTINGS, SETTINGS, DataConfig, settings_of
+from loka_jax.data.config import (
+    ENCODING_SETTINGS,
+    SETTINGS,
+    DataConfig,
+    without_files,
+)
 from loka_jax.data.convert import convert
 from loka_jax.data.files import Sources, existing, find_sources, left_out, stamp_of
-from loka_jax.data.manifest import SPLITS, check_report
 from loka_jax.data.reader import ShardDataset
-from loka_jax.data.saved_encoding import config_of, digest_of, load_encoding
-from loka_jax.data.shards import ShardFolder, is_shard_folder, open_shards
+from loka_jax.data.saved_encoding import digest_of, load_encoding
+from loka_jax.data.shards import SPLITS, ShardFolder, is_shard_folder, open_shards
 
 _READING = 2  # raised where the same files give other rows or ids
-# The options that decide which examples are generated; the table sizes stand in the
-# schema.
-_GENERATED = ("signal", "click_rate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +40,6 @@ class Splits:
     """The splits of a data set.
 
     Attributes:
-        train: the training examples.
-        valid: the examples that decide when training stops.
         test: the examples of the final evaluation; None if only `valid` can serve.
         report: counts, policies and origin of the data, as JSON values.
         identity: what decides which rows and ids training sees, as JSON values.
@@ -57,9 +57,6 @@ class Splits:
         """Returns the splits for batches that lie on several devices of one process.
 
         Generated examples are made there; others are read by the host.
-
-        Args:
-            sharding: how the rows of a batch lie on the devices.
         """
         splits = self.train, self.valid, self.test
         datasets = [x for x in splits if isinstance(x, generated.GeneratedDataset)]
@@ -81,7 +78,7 @@ def open_data(
 
     Args:
         config: the data and its preprocessing.
-        seed: selects the held-out examples of generated data; unused for files.
+        seed: selects the held-out examples of generated data.
         base: a folder with the encoding to use, see `loka_jax.data.saved_encoding`;
             None to learn one from the training rows.
 
@@ -95,7 +92,13 @@ def open_data(
     if config.path is None or not is_shard_folder(existing(config.path)):
         return _splits(open_shards(cached_shards(config, find_sources(config), base)))
     folder = open_shards(pathlib.Path(config.path).expanduser())
-    _check_settings(config, folder)
+    for name in ("valid", "test"):
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"{folder.path} holds shards of all splits: leave out --data.{name}."
+            )
+    remedy = "convert the data again"
+    _require_settings(config, folder, SETTINGS, "was converted with", remedy)
     if base is not None and digest_of(folder) != digest_of(base):
         raise ValueError(
             f"{folder.path} was converted with another vocabulary than the run's: "
@@ -105,60 +108,37 @@ def open_data(
 
 
 def _splits(folder: ShardFolder) -> Splits:
-    check_report(folder.path, folder.report)
-    train, valid, test = (
-        ShardDataset(folder.schema, folder.shards[split], f"{folder.path} ({split})")
-        if folder.shards[split]
-        else None
-        for split in SPLITS
-    )
-    if train is None or valid is None:
+    datasets = {
+        split: ShardDataset(folder.schema, records, f"{folder.path} ({split})")
+        for split, records in folder.records.items()
+    }
+    if not {"train", "valid"} <= datasets.keys() or not folder.report:
         raise ValueError(
-            f"{folder.path} lacks training or validation shards: convert the data "
-            "again."
+            f"{folder.path} lacks training or validation rows, or their report: "
+            "convert the data again."
         )
     return Splits(
-        train=train,
-        valid=valid,
-        test=test,
+        train=datasets["train"],
+        valid=datasets["valid"],
+        test=datasets.get("test"),
         report=folder.report,
-        identity=identity_of_shards(folder),
+        identity=_identity_of_shards(folder),
         folder=folder,
     )
 
 
 def _with_options_of(base: ShardFolder, config: DataConfig) -> DataConfig:
-    """Returns the options with those of an encoding.
-
-    Raises:
-        ValueError: if one that differs from the default is another there.
-    """
-    names = (*ENCODING_SETTINGS, "reserve_rows")
-    if config.kind != (kind := base.manifest.kind):
+    """Returns the options with those of an encoding."""
+    stored = base.manifest.config
+    if config.kind != stored.kind:
         raise ValueError(
-            f"{base.path} encodes data of kind {kind}, not {config.kind}: set "
-            f"--data.kind {kind}."
+            f"{base.path} encodes data of kind {stored.kind}, not {config.kind}: set "
+            f"--data.kind {stored.kind}."
         )
+    names = (*ENCODING_SETTINGS, "reserve_rows")
     _require_settings(config, base, names, "encodes with", "train a new run")
-    stored = config_of(base)
     values = {name: getattr(stored, name) for name in names}
     return dataclasses.replace(config, **values)
-
-
-def _check_settings(config: DataConfig, folder: ShardFolder) -> None:
-    """Checks that options differing from the defaults agree with the shards.
-
-    Raises:
-        ValueError: with the option and both values.
-    """
-    for name in ("valid", "test"):
-        if getattr(config, name) is not None:
-            raise ValueError(
-                f"{folder.path} holds shards of all splits: leave out --data.{name}."
-            )
-    _require_settings(
-        config, folder, SETTINGS, "was converted with", "convert the data again"
-    )
 
 
 def _require_settings(
@@ -169,15 +149,14 @@ def _require_settings(
     remedy: str,
 ) -> None:
     """Raises ValueError for an option that is no default and not that of the folder."""
-    defaults = {f.name: f.default for f in dataclasses.fields(DataConfig)}
-    requested = settings_of(config)
+    default, requested = DataConfig(), without_files(config)
     for name in names:
-        stored = folder.manifest.settings.get(name)
-        if getattr(config, name) != defaults[name] and requested[name] != stored:
+        value = getattr(requested, name)
+        stored = getattr(folder.manifest.config, name)
+        if getattr(config, name) != getattr(default, name) and value != stored:
             raise ValueError(
                 f"{folder.path} {relation} {name} {str(stored)[:80]}, not "
-                f"{requested[name]}: leave out --data.{name.replace('_', '-')} or "
-                f"{remedy}."
+                f"{value}: leave out --data.{name.replace('_', '-')} or {remedy}."
             )
 
 
@@ -216,22 +195,17 @@ def cached_shards(
 
     The folder's name is a digest of the files' paths and stamps and of the options, so
     a changed file or option gets a new folder. If two runs convert at the same time,
-    the first to finish wins.
-
-    Args:
-        config: columns and policies.
-        sources: the files of each split.
-        base: a folder with the encoding to start from; None to learn one.
+    the first to finish wins. `base` is a folder with the encoding to start from.
     """
     name = _cache_name(config, sources)
-    root = (
-        cache_folder("data")
-        if config.cache is None
-        else pathlib.Path(config.cache).expanduser()
-    )
+    root = pathlib.Path(config.cache or cache_folder("data")).expanduser()
     if base is not None:
-        if (same := _cached_with(digest_of(base), root, name)) is not None:
-            return same
+        for folder in sorted(root.glob(f"{name}*")):
+            try:
+                if digest_of(open_shards(folder)) == digest_of(base):
+                    return folder
+            except ValueError:  # damaged, or in another format
+                continue
         name = f"{name}-{digest_of(base)[:16]}"
     target = root / name
     if is_shard_folder(target):
@@ -249,42 +223,24 @@ def cached_shards(
     return target
 
 
-def _cached_with(encoding: str, root: pathlib.Path, name: str) -> pathlib.Path | None:
-    """Returns a folder of the same files and options with this encoding, or None."""
-    for folder in sorted(root.glob(f"{name}*")):
-        try:
-            if digest_of(open_shards(folder)) == encoding:
-                return folder
-        except ValueError:  # damaged, or in another format
-            continue
-    return None
-
-
 def _cache_name(config: DataConfig, sources: Sources) -> str:
     files = [
         [split, str(path.resolve()), *stamp_of(path)]
         for split, paths in sources._asdict().items()
         for path in paths
     ]
-    settings = settings_of(config)
-    key = [saved_format.SHARDS, _READING, config.kind, settings, files]
+    options = msgspec.to_builtins(without_files(config))
+    key = [saved_format.SHARDS, _READING, options, files]
     key += left_out(config, sources)  # which the report names
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
 
-def identity_of_shards(folder: ShardFolder) -> dict:
-    """Returns the identity of converted data.
-
-    Its parts are `source`, `schema`, `vocabulary` (a digest for each field with one)
-    and the splits: the number of rows and a digest of all shards, or None.
-    """
+def _identity_of_shards(folder: ShardFolder) -> dict:
+    """Returns the identity of converted data, with digests in place of contents."""
     splits: dict[str, dict | None] = dict.fromkeys(SPLITS)
-    for split, shards in folder.shards.items():
-        if shards:
-            names = folder.manifest.splits[split]
-            digests = [folder.manifest.files[name].sha256 for name in names]
-            rows = sum(map(len, shards))
-            splits[split] = {"rows": rows, "digest": _digest(digests)}
+    for split in folder.records:
+        entry = folder.manifest.files[f"{split}.records"]
+        splits[split] = {"rows": entry.count, "digest": entry.sha256}
     return {
         "source": "files",
         "schema": _schema(folder.schema),
@@ -296,15 +252,14 @@ def identity_of_shards(folder: ShardFolder) -> dict:
 def identity_of_generated(config: DataConfig, seed: int) -> dict:
     """Returns the identity of generated data.
 
-    Its parts are `source`, `schema`, `model` (the options of the planted model) and
-    the splits: the number of rows and the seed that draws them.
+    `model` has the options of the planted model; the table sizes stand in the schema.
     """
     sizes = generated.split_sizes(config)
     splits = {split: {"rows": rows, "seed": seed} for split, rows in sizes.items()}
     return {
         "source": "generated",
         "schema": _schema(generated.schema_of(config)),
-        "model": {name: getattr(config, name) for name in _GENERATED},
+        "model": {name: getattr(config, name) for name in ("signal", "click_rate")},
         **splits,
     }
 
@@ -317,7 +272,3 @@ def _schema(schema: Schema) -> dict:
         if (value := getattr(schema, field.name)) != field.default
     }
     return {k: list(v) if isinstance(v, tuple) else v for k, v in parts.items()}
-
-
-def _digest(digests: list[str]) -> str:
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()

@@ -1,15 +1,11 @@
 """Reads Parquet files in blocks of bounded size, whatever their row groups hold."""
 
-# pyright: reportAttributeAccessIssue=false
-# (pyarrow creates the functions of its compute module at import)
-
 import math
 import os
 from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from pyarrow import parquet
 
 from loka_jax.data.blocks import (
@@ -18,6 +14,7 @@ from loka_jax.data.blocks import (
     element_type,
     find_columns,
     list_lengths,
+    pc,
     plain,
 )
 from loka_jax.data.text import damage
@@ -37,11 +34,8 @@ def read_parquet(
 ) -> Iterator[Block]:
     """Yields the file's rows in the file's types, after verifying page checksums.
 
-    Args:
-        path: the file.
-        columns: the columns to keep.
-        bad_rows: unused, as Parquet's rows cannot have a wrong number of columns.
-        block_bytes: about the size of a block, unless a single row is larger.
+    Parquet's rows cannot have a wrong number of columns. A block has about
+    `block_bytes`, unless a single row is larger.
 
     Raises:
         ValueError: with the file, if it is empty, damaged, lacks a column, or has one

@@ -65,20 +65,15 @@ def interacting_fields(num_fields: int) -> range:
     return range(first, min(first + NUM_INTERACTING, num_fields))
 
 
-def zipf_ids(
-    uniform: Float[Array, "B F"], rows: tuple[int, ...], exponent: float
-) -> Int[Array, "B F"]:
-    """Returns ids in 1..rows-1 with `P(k) ~ k^-exponent`, by the inverse CDF.
+def zipf_ids(uniform: Float[Array, "B F"], rows: tuple[int, ...]) -> Int[Array, "B F"]:
+    """Returns ids in 1..rows-1 with `P(k) ~ k^-ZIPF`, by the inverse CDF.
 
     The power law is continuous on [1, rows) and rounded down. Id 0 stands for values
     outside a vocabulary, which generated logs do not have.
     """
     log_rows = jnp.log(jnp.asarray(rows, jnp.float32))
-    q = 1.0 - exponent
-    if abs(q) < 1e-6:
-        log_x = uniform * log_rows[None, :]
-    else:
-        log_x = jnp.log1p(uniform * jnp.expm1(q * log_rows)[None, :]) / q
+    q = 1.0 - ZIPF
+    log_x = jnp.log1p(uniform * jnp.expm1(q * log_rows)[None, :]) / q
     # float32 rounding may reach `rows` itself.
     last = jnp.asarray(rows, jnp.int32)[None, :] - 1
     x = jnp.minimum(jnp.exp(log_x), _LARGEST)
@@ -97,7 +92,7 @@ def draw(config: DataConfig, key: Array, index: UInt[Array, "B"]):
 
     uniform = jax.vmap(draw_example)(index)
     z = jnp.sqrt(2.0) * jax.lax.erf_inv(2.0 * uniform[:, :NUM_DENSE] - 1.0)
-    ids = zipf_ids(uniform[:, NUM_DENSE:-1], config.rows, ZIPF)
+    ids = zipf_ids(uniform[:, NUM_DENSE:-1], config.rows)
     return z, ids, uniform[:, -1]
 
 
@@ -174,15 +169,13 @@ def _draw_world(config: DataConfig, fade: Float[Array, "R"]) -> World:
     )
 
 
-def _scale_world(
-    config: DataConfig, world: World, num_examples: int = 1 << 16
-) -> World:
+def _scale_world(config: DataConfig, world: World) -> World:
     """Gives each part its share of the variance, then finds the bias by bisection."""
     key = jax.random.fold_in(jax.random.key(_SEED), STREAMS["scaling"])
 
     @jax.jit
     def sample(world: World):
-        index = jnp.arange(num_examples, dtype=jnp.uint32)
+        index = jnp.arange(1 << 16, dtype=jnp.uint32)
         z, ids, _ = draw(config, key, index)
         return _parts(config, world, z, ids)
 
@@ -212,8 +205,8 @@ def expected_distinct(rows: int, draws: int, zipf: float | None) -> float:
     Args:
         rows: of a table; ids are 1..rows-1.
         draws: the number of ids.
-        zipf: exponent of `P(k) ~ k^-ZIPF` as `planted.zipf_ids` draws it; None if
-            nothing is known, for the most that there can be.
+        zipf: exponent of `P(k) ~ k^-zipf`, as `zipf_ids` draws it; None if nothing is
+            known, for the most that there can be.
     """
     if zipf is None:
         return float(min(rows, draws))
@@ -224,13 +217,8 @@ def expected_distinct(rows: int, draws: int, zipf: float | None) -> float:
         further = np.unique(np.round(np.geomspace(_EXACT, rows, _RANGES)))
         edges = np.append(edges, further[1:])
     ids = np.diff(edges)
-    odds = np.diff(_cdf(edges, rows, zipf)) / ids
-    return float(np.sum(-np.expm1(draws * np.log1p(-odds)) * ids))
-
-
-def _cdf(x: np.ndarray, rows: int, zipf: float) -> np.ndarray:
-    """Returns the share of the continuous power law on [1, rows) below x."""
+    # The share of the continuous power law on [1, rows) below each edge.
     q = 1.0 - zipf
-    if abs(q) < 1e-6:
-        return np.log(x) / math.log(rows)
-    return np.expm1(q * np.log(x)) / np.expm1(q * math.log(rows))
+    below = np.expm1(q * np.log(edges)) / np.expm1(q * math.log(rows))
+    odds = np.diff(below) / ids
+    return float(np.sum(-np.expm1(draws * np.log1p(-odds)) * ids))

@@ -6,8 +6,9 @@ timing: it equals that of a plain loop over positions.
 
 import collections
 import itertools
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -15,84 +16,61 @@ from jax.sharding import Sharding
 
 from loka_jax.data.batch import WHOLE, Batch, Dataset, Part, Position, next_position
 
+type Batches = Iterator[tuple[Position, Batch]]
 
-class Prefetcher:
-    """Iterates over (position, batch) pairs, a few batches ahead.
 
-    Use it as a context manager or call `close`: both end the thread. An exception
-    while making a batch is raised by the `next` that would have returned the batch.
+@contextmanager
+def prefetch(
+    dataset: Dataset,
+    start: Position,
+    batch_size: int,
+    *,
+    shuffle: bool,
+    num_batches: int | None = None,
+    depth: int = 4,
+    sharding: Sharding | None = None,
+    part: Part = WHOLE,
+) -> Iterator[Batches]:
+    """Yields the batches from a position on, a few of them ahead; ends its thread.
+
+    An exception while making a batch is raised by the `next` that would have returned
+    the batch.
+
+    Args:
+        dataset: the source of the batches.
+        start: the position of the first batch; epochs follow one another.
+        batch_size: rows of a batch.
+        shuffle: as in `Dataset.batch`.
+        num_batches: the number of batches; endless if None.
+        depth: the largest number of batches that wait on the device, 1 or more.
+        sharding: the batches' placement; JAX's default device if None.
+        part: the slice that this process reads; the batches are whole ones over
+            the devices of all processes.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        start: Position,
-        batch_size: int,
-        *,
-        shuffle: bool,
-        num_batches: int | None = None,
-        depth: int = 4,
-        sharding: Sharding | None = None,
-        part: Part = WHOLE,
-    ):
-        """Starts the thread.
+    def make(position: Position) -> tuple[Position, Batch]:
+        batch = dataset.batch(position, batch_size, shuffle=shuffle, part=part)
+        return position, placed(batch, sharding, part)
 
-        Args:
-            dataset: the source of the batches.
-            start: the position of the first batch; epochs follow one another.
-            batch_size: rows of a batch.
-            shuffle: as in `Dataset.batch`.
-            num_batches: the number of batches; endless if None.
-            depth: the largest number of batches that wait on the device.
-            sharding: the batches' placement; JAX's default device if None.
-            part: the slice that this process reads; the batches are whole ones over
-                the devices of all processes.
-        """
-        if not depth >= 1:
-            raise ValueError(f"{depth=} must be at least 1.")
+    def batches() -> Generator[tuple[Position, Batch]]:
+        # One more than wait is in the thread's hands.
+        ahead = collections.deque(submit(depth + 1))
+        while ahead:
+            batch = ahead.popleft().result()
+            ahead.extend(submit(1))
+            yield batch
 
-        def make(position: Position) -> tuple[Position, Batch]:
-            batch = dataset.batch(position, batch_size, shuffle=shuffle, part=part)
-            return position, placed(batch, sharding, part)
+    def submit(count: int) -> list:
+        return [thread.submit(make, at) for at in itertools.islice(positions, count)]
 
-        per_epoch = dataset.num_batches(batch_size)
-        self._positions = itertools.islice(_positions(start, per_epoch), num_batches)
-        self._thread, self._make = ThreadPoolExecutor(1, "prefetch"), make
-        self._ahead: collections.deque[Future] = collections.deque()
-        self._start(depth + 1)  # one of them is in the thread's hands
-
-    def _start(self, count: int) -> None:
-        for position in itertools.islice(self._positions, count):
-            self._ahead.append(self._thread.submit(self._make, position))
-
-    def __iter__(self) -> "Prefetcher":
-        """Returns itself."""
-        return self
-
-    def __next__(self) -> tuple[Position, Batch]:
-        """Returns the next position and its batch, on the device."""
-        if not self._ahead:
-            raise StopIteration
-        try:
-            item = self._ahead.popleft().result()
-        except BaseException:
-            self.close()
-            raise
-        self._start(1)
-        return item
-
-    def close(self) -> None:
-        """Ends the thread and drops the waiting batches; may be called twice."""
-        self._ahead.clear()
-        self._thread.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> "Prefetcher":
-        """Returns itself."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Closes the prefetcher."""
-        self.close()
+    per_epoch = dataset.num_batches(batch_size)
+    positions = itertools.islice(_positions(start, per_epoch), num_batches)
+    thread, made = ThreadPoolExecutor(1, "prefetch"), batches()
+    try:
+        yield made
+    finally:
+        made.close()
+        thread.shutdown(cancel_futures=True)
 
 
 def _positions(position: Position, per_epoch: int) -> Iterator[Position]:
@@ -130,9 +108,6 @@ def _spread(rows: Any, sharding: Sharding, part: Part) -> jax.Array:
         start, stop, _ = index[0].indices(shape[0])
         assert first <= start <= stop <= first + len(rows)
         own = rows if stop - start == len(rows) else rows[start - first : stop - first]
-        shards.append(own if _is_on(own, device) else jax.device_put(own, device))
+        is_there = isinstance(own, jax.Array) and own.devices() == {device}
+        shards.append(own if is_there else jax.device_put(own, device))
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
-def _is_on(rows: Any, device: Any) -> bool:
-    return isinstance(rows, jax.Array) and rows.devices() == {device}

@@ -1,44 +1,60 @@
-"""Reads batches from memory-mapped shards, from any position, shuffled or in order."""
+"""Reads batches from records, from any position, shuffled or in order.
+
+The shuffle is computed index by index, without a table: a Feistel network permutes the
+numbers of `bits` bits, keyed by (seed, epoch); results at or beyond `size` are permuted
+again until they fall below it (cycle walking). It needs no memory, start-up time or
+state, whether there are ten rows or a billion.
+"""
 
 import numpy as np
 
-from loka_jax.data import batch as batch_lib
-from loka_jax.data.batch import WHOLE, Bag, Batch, Part, Position, Schema
-from loka_jax.data.permutation import key_of, permute
-from loka_jax.data.shards import record_dtype_of
+from loka_jax.data.batch import (
+    WHOLE,
+    Bag,
+    Batch,
+    Dataset,
+    Part,
+    Position,
+    Schema,
+    examples_of,
+)
 
 
-class ShardDataset:
-    """One split of a folder of shards.
+def record_dtype_of(schema: Schema) -> np.dtype:
+    """Returns the type of one row: numbers of 4 bytes without gaps.
 
-    Every batch is a pure function of (position, batch size): the shuffle is global
-    and computed index by index, so that resuming costs nothing.
+    After the labels, dense columns and ids come the example's weight, the ids of each
+    multi-valued field, and the weights of those values that have some.
+    """
+    tasks = len(schema.labels)
+    label = ("label", "<f4") if tasks == 1 else ("label", "<f4", (tasks,))
+    dense = ("dense", "<f4", (len(schema.dense),))
+    ids = ("ids", "<i4", (len(schema.categorical),))
+    weight = [("weight", "<f4")] if schema.weighted else []
+    lists = [(f"bag_{i}", "<i4", (slots,)) for i, slots in enumerate(schema.slots)]
+    weights = [
+        (f"bag_weights_{i}", "<f4", (slots,))
+        for i, slots in enumerate(schema.slots)
+        if schema.multi[i] in schema.weighted_multi
+    ]
+    return np.dtype([label, dense, ids, *weight, *lists, *weights])
 
-    Attributes:
-        schema: the columns and table sizes.
-        num_examples: the number of rows in all shards together.
+
+class ShardDataset(Dataset):
+    """One split of a folder of shards, or any records of `record_dtype_of(schema)`.
+
+    Every batch is a pure function of (position, batch size), so that resuming costs
+    nothing.
     """
 
-    def __init__(self, schema: Schema, shards: list[np.ndarray], name: str):
-        """Reads records of `record_dtype`; `name` is for messages.
-
-        Raises:
-            ValueError: if there are no rows.
-        """
-        self.schema = schema
+    def __init__(self, schema: Schema, records: np.ndarray, name: str):
+        """Reads records, which are one or more; `name` is for messages."""
+        self.schema, self.num_examples = schema, len(records)
         self._name = name
         # Viewed as int32 words, a row is gathered by one copy, whatever its columns.
-        self._words = [shard.view(np.int32).reshape(len(shard), -1) for shard in shards]
-        self._ends = np.cumsum([len(shard) for shard in shards], dtype=np.int64)
-        self.num_examples = int(self._ends[-1]) if shards else 0
-        if not self.num_examples:
-            raise ValueError(f"{name} has no rows: name a file that has some.")
+        self._words = records.view(np.int32).reshape(len(records), -1)
         self._places = _places(schema)
         self._vocab_sizes = np.asarray(schema.vocab_sizes, np.int32)
-
-    def num_batches(self, batch_size: int) -> int:
-        """Returns the number of batches in one epoch, counting a padded last one."""
-        return batch_lib.num_batches(self.num_examples, batch_size)
 
     def batch(
         self,
@@ -50,51 +66,30 @@ class ShardDataset:
     ) -> Batch:
         """Returns a part of the batch at `position`, in host memory.
 
-        Args:
-            position: seed and epoch determine the order, the step a place in it.
-            batch_size: rows of the batch. The last one is padded with the epoch's first
-                rows at zero weight: real rows, so that batch norm is not misled.
-            shuffle: if false, rows come in the order of the files, whatever the seed
-                and the epoch.
-            part: the slice of the batch to read; the others are not touched.
+        Seed and epoch determine the order, the step a place in it; if not shuffled,
+        rows come in the order of the files. The last batch is padded with the epoch's
+        first rows at zero weight: real rows, so that batch norm is not misled.
 
         Raises:
             ValueError: if the step, a stored id or a label is out of range.
         """
-        batches = self.num_batches(batch_size)
-        if not 0 <= position.step < batches:
-            raise ValueError(f"{position.step=} must lie in [0, {batches}).")
-        start = position.step * batch_size
-        places = start + np.asarray(part.rows(batch_size))
+        places = np.asarray(examples_of(self, position, batch_size, part))
         index = places % self.num_examples
         if shuffle:
             key = key_of(position.seed, position.epoch)
             index = permute(index, self.num_examples, key)
         weights = (places < self.num_examples).astype(np.float32)
-        return self._split_columns(self._gather(index), weights)
-
-    def _gather(self, index: np.ndarray) -> np.ndarray:
-        """Returns the rows at `index`, in that order, as int32 words."""
-        if len(self._words) == 1:
-            return self._words[0].take(index, axis=0)
-        out = np.empty((len(index), self._words[0].shape[1]), np.int32)
-        shard_of = np.searchsorted(self._ends, index, side="right")
-        for shard in np.unique(shard_of):
-            (where,) = np.nonzero(shard_of == shard)
-            words = self._words[shard]
-            first = self._ends[shard] - len(words)
-            out[where] = words.take(index[where] - first, axis=0)
-        return out
+        return self._split_columns(self._words.take(index, axis=0), weights)
 
     def _split_columns(self, words: np.ndarray, weights: np.ndarray) -> Batch:
         places = self._places
         floats = words.view(np.float32)
-        ids = np.ascontiguousarray(words[:, places["ids"]])
-        self._check_ids(ids)
+        ids = self._ids(words, "ids", 0)
         labels = floats[:, places["label"]].copy()
         if len(self.schema.labels) == 1:
             labels = labels[:, 0]
-        self._check_labels(labels)
+        is_none = np.isnan(labels) if labels.ndim == 2 else False  # of several tasks
+        self._check("label", labels, (labels == 0) | (labels == 1) | is_none, "0 and 1")
         if self.schema.weighted:
             weights = weights * floats[:, places["weight"]].ravel()
             self._check_weights(weights)
@@ -102,56 +97,49 @@ class ShardDataset:
         bags = tuple(self._bag(words, field) for field in range(len(self.schema.slots)))
         return Batch(dense, ids, labels, weights, bags)
 
-    def _bag(self, words: np.ndarray, field: int) -> Bag:
+    def _bag(self, words: np.ndarray, number: int) -> Bag:
         """Returns a multi-valued field's ids and, if they have some, their weights."""
-        ids = np.ascontiguousarray(words[:, self._places[f"bag_{field}"]])
-        column = len(self.schema.categorical) + field
-        # -1 is padding; any other negative number is a huge unsigned one, again.
-        outside = (ids + 1).view(np.uint32) > np.uint32(self._vocab_sizes[column])
-        if outside.any():
-            self._refuse_id(int(ids[outside][0]), column)
-        place = self._places.get(f"bag_weights_{field}")
+        column = len(self.schema.categorical) + number
+        ids = self._ids(words, f"bag_{number}", column, padding=1)
+        place = self._places.get(f"bag_weights_{number}")
         if place is None:
             return Bag(ids, None)
         weights = np.ascontiguousarray(words.view(np.float32)[:, place])
         self._check_weights(weights)
         return Bag(ids, weights)
 
-    def _check_weights(self, weights: np.ndarray) -> None:
-        """Raises ValueError for a weight that is negative or not finite."""
-        wrong = ~((weights >= 0) & (weights < np.inf))
-        if wrong.any():
-            raise ValueError(
-                f"{self._name} holds the weight {weights[wrong][0]:g}, where "
-                "only finite ones of 0 or more are allowed: convert the data again."
-            )
+    def _ids(
+        self, words: np.ndarray, part: str, first: int, padding: int = 0
+    ) -> np.ndarray:
+        """Returns ids of the fields from `first` on, after a check JAX would not make.
 
-    def _check_labels(self, labels: np.ndarray) -> None:
-        """Raises ValueError for a label that is not 0 or 1."""
-        wrong = (labels != 0) & (labels != 1)
-        if labels.ndim == 2:
-            wrong &= ~np.isnan(labels)
-        if wrong.any():
-            raise ValueError(
-                f"{self._name} holds the label {labels[wrong][0]:g}, where "
-                "only 0 and 1 are allowed: convert the data again."
-            )
-
-    def _check_ids(self, ids: np.ndarray) -> None:
-        """Raises ValueError for an id outside its table, which JAX would not notice."""
+        `padding` is 1 where the id -1 is none, as in places that a list does not fill.
+        """
+        ids = np.ascontiguousarray(words[:, self._places[part]])
+        width = 1 if padding else ids.shape[1]
+        sizes = self._vocab_sizes[first : first + width]
         # A negative id is a huge unsigned number: one comparison catches both.
-        sizes = self._vocab_sizes[: ids.shape[1]]
-        outside = ids.view(np.uint32) >= sizes.view(np.uint32)
+        outside = (ids + padding).view(np.uint32) >= (sizes + padding).view(np.uint32)
         if outside.any():
-            row, field = np.argwhere(outside)[0]
-            self._refuse_id(int(ids[row, field]), int(field))
+            row, place = np.argwhere(outside)[0]
+            field = first if padding else place
+            raise ValueError(
+                f"{self._name} column {self.schema.fields[field]!r} holds id "
+                f"{ids[row, place]}, outside its table of {self._vocab_sizes[field]} "
+                "rows: convert the data again."
+            )
+        return ids
 
-    def _refuse_id(self, bad_id: int, field: int) -> None:
-        raise ValueError(
-            f"{self._name} column {self.schema.fields[field]!r} holds id {bad_id}, "
-            f"outside its table of {self._vocab_sizes[field]} rows: convert the data "
-            "again."
-        )
+    def _check_weights(self, weights: np.ndarray) -> None:
+        is_right = (weights >= 0) & (weights < np.inf)
+        self._check("weight", weights, is_right, "finite ones of 0 or more")
+
+    def _check(self, what: str, values: np.ndarray, is_right, allowed: str) -> None:
+        if not is_right.all():
+            raise ValueError(
+                f"{self._name} holds the {what} {values[~is_right][0]:g}, where only "
+                f"{allowed} are allowed: convert the data again."
+            )
 
 
 def _places(schema: Schema) -> dict[str, slice]:
@@ -161,3 +149,58 @@ def _places(schema: Schema) -> dict[str, slice]:
         name: slice(offset // 4, (offset + kind.itemsize) // 4)
         for name, (kind, offset, *_) in parts.items()
     }
+
+
+_ROUNDS = 6
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """Returns a well mixed 64-bit hash of each uint64, bijectively.
+
+    References:
+        Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014
+        (the finalizer of SplitMix64).
+    """
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def key_of(*numbers: int) -> np.uint64:
+    """Returns a 64-bit key made from several numbers; their order matters."""
+    state = np.zeros(1, np.uint64)
+    for number in numbers:
+        word = np.array([number % 2**64], np.uint64)
+        state = mix((state + _MULTIPLIER) ^ mix(word + _MULTIPLIER))
+    return state[0]
+
+
+def permute(index: np.ndarray, size: int, key: np.uint64) -> np.ndarray:
+    """Returns the image of each index under a permutation of `range(size)`, int64.
+
+    Args:
+        index: int64, each in [0, size).
+        size: the number of permuted indices, at least 1.
+        key: selects the permutation.
+    """
+    bits = max(2, (size - 1).bit_length())
+    keys = mix(np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _MULTIPLIER ^ key)
+    out = _feistel(index.astype(np.uint64), bits, keys)
+    outside = np.flatnonzero(out >= size)
+    while len(outside):
+        out[outside] = _feistel(out[outside], bits, keys)
+        outside = outside[out[outside] >= size]
+    return out.astype(np.int64)
+
+
+def _feistel(x: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
+    """Permutes the numbers of `bits` bits; the halves may be of unequal width."""
+    left_bits, right_bits = bits // 2, bits - bits // 2
+    for key in keys:
+        left = x >> np.uint64(right_bits)
+        right = x & np.uint64((1 << right_bits) - 1)
+        left ^= mix(right ^ key) >> np.uint64(64 - left_bits)
+        x = (right << np.uint64(left_bits)) | left
+        left_bits, right_bits = right_bits, left_bits
+    return x

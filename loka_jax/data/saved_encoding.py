@@ -11,33 +11,29 @@ import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 
-import msgspec
-import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from loka_jax.data.config import ENCODING_SETTINGS, SETTINGS, DataConfig
+from loka_jax.data.config import ENCODING_SETTINGS
 from loka_jax.data.encoding import Encoder, VocabularyEncoder, hash_encoder
-from loka_jax.data.manifest import Unusable
 from loka_jax.data.records import Encoding
 from loka_jax.data.shards import (
     ShardFolder,
     ShardWriter,
+    Unusable,
     new_folder,
     open_shards,
     vocabulary_name,
 )
-from loka_jax.data.values import Standardizer
-from loka_jax.terminal import clip
 
 
 def digest_of(folder: ShardFolder) -> str:
     """Returns a digest of the encoding: equal if all rows get equal inputs."""
     manifest = folder.manifest
+    names = ("kind", *ENCODING_SETTINGS)
     parts = {
-        "kind": manifest.kind,
         "schema": dataclasses.asdict(folder.schema),
-        "settings": {name: manifest.settings.get(name) for name in ENCODING_SETTINGS},
+        "settings": {name: getattr(manifest.config, name) for name in names},
         "standardizer": manifest.standardizer,
         "vocabulary": folder.vocabulary_digests,
         "forms": manifest.forms,
@@ -51,14 +47,14 @@ def save_encoding(folder: ShardFolder, target: pathlib.Path) -> None:
     Raises:
         ValueError: if the target exists already or cannot be written.
     """
+    manifest = folder.manifest
     with new_folder(target, "--workdir") as partial:
         writer = ShardWriter(partial)
-        for field, column in enumerate(folder.schema.fields):
-            if column in folder.vocabulary_digests:
-                writer.add_vocabulary(field, _values(folder, field))
-        names = ("kind", "settings", "forms", "standardizer")
-        entries = {name: getattr(folder.manifest, name) for name in names}
-        writer.finish(folder.schema, sources=[], report={}, **entries)
+        for name, entry in manifest.files.items():
+            if name.startswith("vocabulary"):
+                writer.copy(folder.path / name, entry)
+        entries = {"forms": manifest.forms, "standardizer": manifest.standardizer}
+        writer.finish(folder.schema, manifest.config, **entries)
 
 
 def open_encoding(path: pathlib.Path, digest: str) -> ShardFolder:
@@ -71,17 +67,14 @@ def open_encoding(path: pathlib.Path, digest: str) -> ShardFolder:
     Raises:
         ValueError: if it is missing, damaged, or another encoding.
     """
+    reason = "it is not the one that the checkpoint was trained with"
     try:
         folder = open_shards(path, verify=True)
+        if digest_of(folder) == digest:
+            return folder
     except Unusable as error:
-        raise _lost(path, error.reason) from None
-    if digest_of(folder) != digest:
-        raise _lost(path, "it is not the one that the checkpoint was trained with")
-    return folder
-
-
-def _lost(path: pathlib.Path, reason: str) -> ValueError:
-    return ValueError(
+        reason = error.reason
+    raise ValueError(
         f"{path}, the encoding of the run, cannot be used ({reason}): restore it from "
         "a copy, or train again."
     )
@@ -91,17 +84,14 @@ def load_encoding(folder: ShardFolder) -> Encoding:
     """Returns the encoding of a folder of shards.
 
     Raises:
-        ValueError: if its settings or vocabularies are not what conversions write.
+        ValueError: if its vocabularies are not what conversions write.
     """
-    standardizer = Standardizer(np.zeros(len(folder.schema.dense)), np.ones(1))
-    if (parts := folder.manifest.standardizer) is not None:
-        standardizer = Standardizer(np.array(parts["mean"]), np.array(parts["std"]))
     return Encoding(
-        config=config_of(folder),
+        config=folder.manifest.config,
         encoders=tuple(_encoders(folder)),
         slots=folder.schema.slots,
         forms=folder.manifest.forms,
-        standardizer=standardizer,
+        standardizer=folder.manifest.standardizer,
     )
 
 
@@ -129,23 +119,8 @@ def values_of(
     return by_column
 
 
-def config_of(folder: ShardFolder) -> DataConfig:
-    """Returns the options that a conversion was made with, but for its files.
-
-    Raises:
-        ValueError: if they are not what conversions write.
-    """
-    values = {name: folder.manifest.settings.get(name) for name in SETTINGS}
-    if folder.manifest.kind == "criteo":  # whose columns are fixed
-        del values["dense"], values["categorical"]
-    try:
-        return msgspec.convert(values | {"kind": folder.manifest.kind}, DataConfig)
-    except msgspec.ValidationError as error:
-        raise Unusable(folder.path, f"its settings: {clip(error, 200)}") from None
-
-
 def _encoders(folder: ShardFolder) -> Iterator[Encoder]:
-    schema, config = folder.schema, config_of(folder)
+    schema, config = folder.schema, folder.manifest.config
     for column, rows in zip(schema.fields, schema.vocab_sizes, strict=True):
         owner = config.owners.get(column, column)
         if (hashes := hash_encoder(config, owner)) is not None:
@@ -153,14 +128,13 @@ def _encoders(folder: ShardFolder) -> Iterator[Encoder]:
                 raise Unusable(folder.path, f"{column!r} has not {hashes.rows} rows")
             yield hashes
             continue
-        values = _values(folder, schema.fields.index(owner))
+        values = _values(folder.path / vocabulary_name(schema.fields.index(owner)))
         if (reserved := rows - 1 - len(values)) < 0:
             raise Unusable(folder.path, f"{column!r} has more values than rows")
         yield VocabularyEncoder(values, reserved)
 
 
-def _values(folder: ShardFolder, field: int) -> pa.Array:
-    path = folder.path / vocabulary_name(field)
+def _values(path: pathlib.Path) -> pa.Array:
     try:
         values = parquet.read_table(path, page_checksum_verification=True)["value"]
         return values.combine_chunks().cast(pa.large_string())

@@ -1,61 +1,145 @@
-"""Converted data on disk: memory-mapped `.npy` shards and a manifest.
+"""Converted data on disk: a folder with the records of each split, and a manifest.
 
-A folder holds `manifest.json` and, beside it, `train-00000.npy` and so on, with one
-structured record a row (label, dense, ids), and `vocabulary-00.parquet` and so on. It
-is written under a temporary name and renamed when complete. A folder that is opened is
-untrusted input: regular files only, no pickles; sizes, shapes and digests are checked
-here, ids batch by batch by the reader.
+`train.records` holds one record a row, one after another, and is memory-mapped;
+`vocabulary-00.parquet` the values of a field. A folder is written under a temporary
+name and renamed when complete. One that is opened is untrusted input, as a stranger's
+numbers would become sizes, offsets and lines on the console: regular files only; sizes
+and digests are checked here, ids batch by batch by the reader.
 """
 
 import errno
 import hashlib
-import json
 import os
 import pathlib
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+from msgspec import Meta
 from pyarrow import parquet
 
+from loka_jax import jsonfile, saved_format
 from loka_jax.data.batch import Schema
-from loka_jax.data.manifest import (
-    MANIFEST,
-    SPLITS,
-    FileEntry,
-    Manifest,
-    Unusable,
-    check_regular,
-    read_manifest,
-)
-from loka_jax.terminal import one_line
+from loka_jax.data.config import DataConfig
+from loka_jax.data.reader import record_dtype_of
+from loka_jax.data.values import Standardizer
+from loka_jax.terminal import clip
 
-SHARD_ROWS = 1 << 19
-SHARD_BYTES = 1 << 27  # of fewer rows, if they are long
-MAX_HEADER_BYTES = 1 << 16
+MANIFEST = "manifest.json"
+SPLITS = ("train", "valid", "test")
 # Digests of folders up to this size are verified at every opening, in about a second;
 # those of larger ones only by `experiments/convert.py --verify`.
 MAX_DIGEST_BYTES = 1 << 30
 
+type Count = Annotated[int, Meta(ge=0, le=2**53)]
+type Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+# A name without separators cannot lead out of the folder.
+type FileName = Annotated[
+    str,
+    Meta(pattern=r"^((train|valid|test)\.records|vocabulary-[0-9]{2,6}\.parquet)\Z"),
+]
 
-class ShardFolder(NamedTuple):
-    """An opened folder of shards.
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of the folder.
 
     Attributes:
-        path: the folder.
-        manifest: its manifest.
-        shards: the memory-mapped records of each split; a split may have none.
+        count: the number of records, or of values of a vocabulary.
+        values_sha256: the digest of a vocabulary's values, whatever file holds them;
+            None for records.
     """
+
+    count: Count
+    bytes: Count
+    sha256: Digest
+    values_sha256: Digest | None = None
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The contents of a manifest.
+
+    Attributes:
+        config: the options of the conversion, but for its files.
+        forms: how the values of each table were written as text.
+        report: the conversion's counts, policies and sources; {} of an encoding.
+    """
+
+    format: Literal["loka_jax shards"] = "loka_jax shards"
+    version: int = saved_format.SHARDS
+    schema: Schema
+    files: dict[FileName, FileEntry]
+    config: DataConfig
+    forms: dict[str, str] = {}
+    standardizer: Standardizer | None = None
+    report: dict[str, Any] = {}
+
+    def __post_init__(self):
+        """Checks that the parts agree, and that the report has what runs print."""
+        sizes = {len(part) for part in self.standardizer or ()}
+        if sizes - {len(self.schema.dense)}:
+            raise ValueError(
+                "its standardizer has not a mean and a std of each dense column"
+            )
+        if self.report:
+            msgspec.convert(self.report, _Report)
+
+
+class _Facts(msgspec.Struct):
+    """Facts on a column, see `loka_jax.data.learn.column_facts`."""
+
+    rows: Count
+    most_frequent: list[tuple[str, int]]
+    values: Count | None = None
+    warning: str | None = None
+    reserved: Count | None = None
+    new_values: Count | None = None
+    new_rows: Count | None = None
+
+    def __post_init__(self):
+        if self.new_values is not None and None in (self.new_rows, self.reserved):
+            raise ValueError("it has new values and no count of their rows")
+
+
+class _Split(msgspec.Struct):
+    columns: dict[str, dict[str, Count]]
+
+
+class _BadRows(msgspec.Struct):
+    count: Count
+
+
+class _Report(msgspec.Struct):
+    split_rule: str
+    notes: list[str]
+    examples: dict[str, Count]
+    totals: dict[str, Count]
+    bad_rows: _BadRows
+    categorical: dict[str, _Facts]
+    splits: dict[str, _Split]
+
+
+class Unusable(ValueError):
+    """A file or folder has to be made again; `reason` is what is wrong with it."""
+
+    def __init__(self, path: pathlib.Path, reason: str):
+        """Takes the file or folder, and what is wrong with it."""
+        super().__init__(f"{path} cannot be used ({reason}): convert the data again.")
+        self.reason = reason
+
+
+class ShardFolder(NamedTuple):
+    """An opened folder, with the memory-mapped records of the splits that have some."""
 
     path: pathlib.Path
     manifest: Manifest
-    shards: dict[str, list[np.ndarray]]
+    records: dict[str, np.ndarray]
 
     @property
     def schema(self) -> Schema:
@@ -78,26 +162,6 @@ class ShardFolder(NamedTuple):
         }
 
 
-def record_dtype_of(schema: Schema) -> np.dtype:
-    """Returns the type of one row: numbers of 4 bytes without gaps.
-
-    After the labels, dense columns and ids come the example's weight, the ids of each
-    multi-valued field, and the weights of those values that have some.
-    """
-    tasks = len(schema.labels)
-    label = ("label", "<f4") if tasks == 1 else ("label", "<f4", (tasks,))
-    dense = ("dense", "<f4", (len(schema.dense),))
-    ids = ("ids", "<i4", (len(schema.categorical),))
-    weight = [("weight", "<f4")] if schema.weighted else []
-    lists = [(f"bag_{i}", "<i4", (slots,)) for i, slots in enumerate(schema.slots)]
-    weights = [
-        (f"bag_weights_{i}", "<f4", (slots,))
-        for i, slots in enumerate(schema.slots)
-        if schema.multi[i] in schema.weighted_multi
-    ]
-    return np.dtype([label, dense, ids, *weight, *lists, *weights])
-
-
 class ShardWriter:
     """Writes the files of a new folder of shards."""
 
@@ -105,69 +169,51 @@ class ShardWriter:
         """Writes into `folder`, which exists and is empty."""
         self._folder = folder
         self._files: dict[str, FileEntry] = {}
-        self._splits: dict[str, list[str]] = {split: [] for split in SPLITS}
-        self._waiting: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+        self._counts: dict[str, int] = {}
 
-    def add_rows(self, split: str, records: np.ndarray) -> None:
-        """Appends records to a split; every full shard is written."""
-        waiting = self._waiting[split]
-        waiting.append(records)
-        size = max(1, min(SHARD_ROWS, SHARD_BYTES // records.itemsize))
-        if sum(map(len, waiting)) < size:
+    def add_records(self, split: str, records: np.ndarray) -> None:
+        """Appends records to a split."""
+        if not len(records):
             return
-        rows = np.concatenate(waiting)
-        full = len(rows) // size * size
-        for start in range(0, full, size):
-            self.add_shard(split, rows[start : start + size])
-        self._waiting[split] = [rows[full:].copy()]  # frees the others
-
-    def add_shard(self, split: str, records: np.ndarray) -> None:
-        """Writes records as the next shard of a split."""
         check_disk(self._folder, records.nbytes, f"the next {len(records):,} rows")
-        name = f"{split}-{len(self._splits[split]):05d}.npy"
-        with open(self._folder / name, "wb") as file:
-            header = np.lib.format.header_data_from_array_1_0(records)
-            np.lib.format.write_array_header_1_0(file, header)
-            file.write(records.data)  # np.save would lose the reason of a failure
-        self._splits[split].append(name)
-        self._register(name, len(records))
+        name = f"{split}.records"
+        with open(self._folder / name, "ab") as file:
+            file.write(records.data)
+        self._counts[name] = self._counts.get(name, 0) + len(records)
 
     def add_vocabulary(self, field: int, values: pa.Array) -> None:
         """Writes a field's vocabulary: the values of its ids, from id 1 on."""
         name = vocabulary_name(field)
-        table = pa.table({"value": values})
         with open(self._folder / name, "wb") as file:
+            table = pa.table({"value": values})
             parquet.write_table(table, file, write_page_checksum=True)
         # The file's own digest differs between versions of Arrow.
-        self._register(name, len(values), _digest_of_values(values))
+        digest = _digest_of_values(values)
+        self._register(name, count=len(values), values_sha256=digest)
 
-    def _register(self, name: str, rows: int, values_sha256: str | None = None) -> None:
+    def copy(self, path: pathlib.Path, entry: FileEntry) -> None:
+        """Copies a file of another folder, after comparing its digest."""
+        _check_file(path, entry, digests=True)
+        shutil.copyfile(path, self._folder / path.name)
+        numbers = {"count": entry.count, "values_sha256": entry.values_sha256}
+        self._register(path.name, **numbers)
+
+    def _register(self, name: str, **entry: Any) -> None:
         with open(self._folder / name, "r+b") as file:
             os.fsync(file.fileno())
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             size = file.seek(0, os.SEEK_END)
-        self._files[name] = FileEntry(
-            rows=rows, bytes=size, sha256=digest, values_sha256=values_sha256
-        )
+        self._files[name] = FileEntry(bytes=size, sha256=digest, **entry)
 
-    def finish(self, schema: Schema, **entries: Any) -> None:
-        """Writes the remaining rows and the manifest, which completes the folder.
+    def finish(self, schema: Schema, config: DataConfig, **entries: Any) -> None:
+        """Writes the manifest, which completes the folder.
 
-        Args:
-            schema: the columns and table sizes.
-            **entries: the other entries of the manifest that the writer does not know,
-                see `Manifest`.
+        `entries` are the entries of `Manifest` that the writer does not know.
         """
-        for split, waiting in self._waiting.items():
-            if sum(map(len, waiting)):
-                self.add_shard(split, np.concatenate(waiting))
-        manifest = Manifest(
-            schema=schema, splits=self._splits, files=self._files, **entries
-        )
-        with open(self._folder / MANIFEST, "w", encoding="utf-8") as file:
-            json.dump(msgspec.to_builtins(manifest), file, indent=1, allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())
+        for name, count in self._counts.items():
+            self._register(name, count=count)
+        manifest = Manifest(schema=schema, config=config, files=self._files, **entries)
+        jsonfile.write(self._folder / MANIFEST, msgspec.to_builtins(manifest))
 
 
 def vocabulary_name(field: int) -> str:
@@ -193,16 +239,14 @@ def new_folder(
 ) -> Iterator[pathlib.Path]:
     """Yields a temporary folder, renamed to `target` on success or else removed.
 
-    Who may read it follows the umask, as of any other output.
-
-    Args:
-        target: the folder, which must not exist yet.
-        options: those that name another folder, for messages.
+    Who may read it follows the umask, as of any other output. `options` are those that
+    name another folder, for messages.
 
     Raises:
         ValueError: if the target exists already or cannot be written.
     """
-    if target.is_symlink() or (target.exists() and not _is_empty_folder(target)):
+    is_empty_folder = target.is_dir() and not any(target.iterdir())
+    if target.is_symlink() or (target.exists() and not is_empty_folder):
         raise ValueError(f"{target} exists already: remove it, or choose another name.")
     prefix = f".{target.name}.partial-"
     # Named before it is made, so that a signal between the two leaves nothing.
@@ -227,7 +271,7 @@ def _reason(error: OSError, partial: pathlib.Path) -> str:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not partial.is_dir():
         return reason
     written = sum(path.stat().st_size for path in partial.iterdir())
-    return f"{reason} after {written:,} bytes, {free_bytes(partial):,} are free"
+    return f"{reason} after {written:,} bytes, {_free_bytes(partial):,} are free"
 
 
 def _remove_abandoned(folder: pathlib.Path, prefix: str) -> None:
@@ -237,8 +281,19 @@ def _remove_abandoned(folder: pathlib.Path, prefix: str) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_empty_folder(path: pathlib.Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+def _free_bytes(folder: pathlib.Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def check_disk(folder: pathlib.Path, needed: int, rows: str) -> None:
+    """Raises ValueError if the folder's disk has fewer than `needed` bytes free."""
+    if needed > (free := _free_bytes(folder)):
+        # In bytes, as rounded amounts may look the same.
+        raise ValueError(
+            f"The disk of {folder.parent} has {free:,} bytes free, and {rows} take "
+            f"{needed:,}: make room, or choose another folder with --out or "
+            "--data.cache."
+        )
 
 
 def is_shard_folder(path: pathlib.Path) -> bool:
@@ -247,30 +302,54 @@ def is_shard_folder(path: pathlib.Path) -> bool:
 
 
 def open_shards(folder: pathlib.Path, *, verify: bool | None = None) -> ShardFolder:
-    """Opens a folder of shards.
-
-    Args:
-        folder: the folder.
-        verify: whether to compare all digests; if None, only in a small folder.
+    """Opens a folder of shards; compares all digests, by default in a small one only.
 
     Raises:
         ValueError: with the file, if anything is missing, damaged or not allowed.
     """
-    manifest = read_manifest(folder)
+    manifest = _read_manifest(folder)
     files, dtype = manifest.files, record_dtype_of(manifest.schema)
     if verify is None:
         verify = sum(entry.bytes for entry in files.values()) <= MAX_DIGEST_BYTES
+    records = {}
     for name, entry in files.items():
         _check_file(folder / name, entry, verify)
-    shards = {
-        split: [_records(folder / name, files[name], dtype) for name in names]
-        for split, names in manifest.splits.items()
-    }
-    return ShardFolder(folder, manifest, shards)
+        if not name.endswith(".records"):
+            continue
+        if not 0 < entry.bytes == entry.count * dtype.itemsize:
+            reason = f"it is not one or more, {entry.count}, records of {dtype}"
+            raise Unusable(folder / name, reason)
+        split = name.removesuffix(".records")
+        records[split] = np.memmap(folder / name, dtype, mode="r")
+    return ShardFolder(folder, manifest, records)
+
+
+def _read_manifest(folder: pathlib.Path) -> Manifest:
+    """Returns the folder's manifest; raises Unusable with what is wrong."""
+    path = folder / MANIFEST
+    _check_regular(path)
+    try:
+        value = jsonfile.as_dict(jsonfile.read(path))
+        reason = saved_format.why_not(value.get("version"), saved_format.SHARDS)
+        if reason is None:
+            return jsonfile.typed(value, Manifest)
+    except (OSError, ValueError) as error:
+        reason = clip(str(error).replace(str(path), "it"), 200)
+    raise Unusable(path, reason)
+
+
+def _check_regular(path: pathlib.Path) -> None:
+    """Raises Unusable if the file is missing, a link, or not a regular file."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        raise Unusable(path, "it is missing") from None
+    if not stat.S_ISREG(mode):
+        raise Unusable(path, "it is a link or not a regular file")
 
 
 def _check_file(path: pathlib.Path, entry: FileEntry, digests: bool) -> None:
-    check_regular(path)
+    _check_regular(path)
     size = path.stat().st_size
     if size != entry.bytes:
         raise Unusable(path, f"{size} bytes, not {entry.bytes}")
@@ -279,33 +358,3 @@ def _check_file(path: pathlib.Path, entry: FileEntry, digests: bool) -> None:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != entry.sha256:
             raise Unusable(path, "its digest differs from the manifest's")
-
-
-def _records(path: pathlib.Path, entry: FileEntry, dtype: np.dtype) -> np.ndarray:
-    """Returns the memory-mapped records of a shard."""
-    try:
-        records = np.lib.format.open_memmap(
-            path, mode="r", max_header_size=MAX_HEADER_BYTES
-        )
-    except Exception as error:  # of any kind, as the header is a stranger's
-        reason = f"it is not a .npy file: {one_line(error)}"
-        raise Unusable(path, reason) from None
-    if (records.dtype, records.shape) != (dtype, (entry.rows,)):
-        raise Unusable(path, f"it is not a .npy file of {entry.rows} x {dtype}")
-    return records
-
-
-def free_bytes(folder: pathlib.Path) -> int:
-    """Returns the free space of the disk on which the folder lies."""
-    return shutil.disk_usage(folder).free
-
-
-def check_disk(folder: pathlib.Path, needed: int, rows: str) -> None:
-    """Raises ValueError if the folder's disk has fewer than `needed` bytes free."""
-    if needed > (free := free_bytes(folder)):
-        # In bytes, as rounded amounts may look the same.
-        raise ValueError(
-            f"The disk of {folder.parent} has {free:,} bytes free, and {rows} take "
-            f"{needed:,}: make room, or choose another folder with --out or "
-            "--data.cache."
-        )

@@ -11,7 +11,6 @@ import contextlib
 import csv
 import functools
 import gzip
-import io
 import re
 import sys
 import zlib
@@ -26,8 +25,7 @@ from loka_jax.data.blocks import BadRows, Block, find_columns
 from loka_jax.terminal import clip
 
 BLOCK_BYTES = 1 << 24  # read at once; also the longest row
-_BAD_ROW = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+)")
-_BAD_TEXT = re.compile(r"Row #(\d+): .*invalid UTF8")
+_ROW = re.compile(r"Row #(\d+)")
 _LINE_END = re.compile(rb"\r\n?|\n")
 
 
@@ -95,7 +93,8 @@ class _TextFile:
     def _lines(self) -> Iterator[bytes]:
         """Yields the file's bytes, cut at line ends; the last line has one, too."""
         waiting, done = b"", 0
-        with _opened(self.path) as file:
+        opened = gzip.open if self.path.endswith(".gz") else open
+        with opened(self.path, "rb") as file:
             while data := file.read(self.block_bytes - len(waiting)):
                 if (at := data.find(b"\0")) >= 0:
                     raise ValueError(
@@ -180,19 +179,31 @@ class _TextFile:
     def _parse(self, lines: bytes, places: list[int]) -> tuple[pa.Table, np.ndarray]:
         """Returns the good rows, and their numbers in the file."""
         skipped: list[int] = []  # numbers of the bad rows in these lines, ascending
+        why = []  # the last of them is not skipped
 
         def on_bad_row(row: pa_csv.InvalidRow) -> str:
             skipped.append(row.number)
-            counts = row.actual_columns, row.expected_columns
-            allowed = self.bad_rows.add(self.path, self.done + row.number, *counts)
-            return "skip" if allowed else "error"
+            place = self.path, self.done + row.number
+            if self.bad_rows.add(*place, row.actual_columns, row.expected_columns):
+                return "skip"
+            why.append(
+                f"{place[0]} row {place[1]} has {row.actual_columns} columns, expected "
+                f"{row.expected_columns}: {self.bad_rows.count} bad rows are more than "
+                f"--data.max-bad-rows {self.bad_rows.limit}; correct the file or "
+                "raise the limit."
+            )
+            return "error"
 
-        columns = [str(place) for place in places]
         with _undecodable_rows_are_errors():
             try:
-                table = self._read(lines, columns, on_bad_row)
+                table = self._read(lines, [str(place) for place in places], on_bad_row)
             except pa.ArrowException as error:
-                raise ValueError(self._explain(error)) from None
+                if match := _ROW.search(str(error)):
+                    row = self.done + int(match.group(1))
+                    text = "is not UTF-8 text: convert the file first."
+                    why.append(f"{self.path} row {row} {text}")
+                why.append(f"{self.path} cannot be read: {damage(error)}")
+                raise ValueError(why[0]) from None
         count = table.num_rows + len(skipped)
         numbers = np.arange(self.done + 1, self.done + count + 1, dtype=np.int64)
         self.done += count
@@ -221,25 +232,6 @@ class _TextFile:
             ),
         )
 
-    def _explain(self, error: Exception) -> str:
-        path, text = self.path, str(error)
-        if match := _BAD_ROW.search(text):
-            number, expected, actual = (int(group) for group in match.groups())
-            return (
-                f"{path} row {self.done + number} has {actual} columns, expected "
-                f"{expected}: {self.bad_rows.count} bad rows are more than "
-                f"--data.max-bad-rows {self.bad_rows.limit}; correct the file or "
-                "raise the limit."
-            )
-        if match := _BAD_TEXT.search(text):
-            row = self.done + int(match.group(1))
-            return f"{path} row {row} is not UTF-8 text: convert the file first."
-        return f"{path} cannot be read: {damage(error)}"
-
-
-def _opened(path: str) -> io.BufferedIOBase:
-    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
-
 
 @functools.cache
 def _well_quoted(delimiter: str) -> re.Pattern[bytes]:
@@ -262,7 +254,7 @@ def _undecodable_rows_are_errors() -> Iterator[None]:
     """Keeps Arrow from printing a traceback when a bad row is not UTF-8.
 
     Arrow decodes the row before it calls the handler, reports a failure there as
-    "unraisable", and then treats the row as an error, which is right.
+    "unraisable", and then treats the row as an error: of its text, as `_parse` says.
     """
     default_hook = sys.unraisablehook
 

@@ -37,8 +37,8 @@ def inputs_of(encoding: Encoding) -> Spec:
     is_strict = config.bad == "strict"
     dense = _STRICT if is_strict else _CLEAN
     dense = dense | {"huge_limit": MAX_DENSE, "transform": config.transform}
-    if config.transform == "standardize":
-        dense |= {k: v.tolist() for k, v in encoding.standardizer._asdict().items()}
+    if encoding.standardizer is not None:
+        dense |= {k: list(v) for k, v in encoding.standardizer._asdict().items()}
     dense["columns"] = list(columns.dense)
     unknown = "error" if is_strict else "oov"
     spec = {"dense": dense, "fields": fields, "multi": multi, "unknown": unknown}

@@ -142,7 +142,7 @@ class Predictor:
         running: tuple[Array, int] | None = None
         size, num_tasks = self.config.loop.batch_size, len(self.tasks)
         for rows, count in _batches(records, size):
-            data = ShardDataset(self._schema, [rows], "the rows")
+            data = ShardDataset(self._schema, rows, "the rows")
             batch = data.batch(Position(0, 0, 0), size, shuffle=False)
             seen = metrics.init(tasks=num_tasks)
             _, logits = self._run_step(self._state, seen, batch)

@@ -5,6 +5,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from loka_jax.data import (
     Splits,
     open_data,
 )
-from loka_jax.data.prefetch import Prefetcher
+from loka_jax.data.prefetch import Batches, prefetch
 from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan, as_json
@@ -137,14 +138,16 @@ class Run:
         """Returns shapes and placement of the parts of a state; none is computed."""
         return self.placement.template(jax.eval_shape(lambda: vars(self.init())))
 
-    def prefetched(self, start: Position, num_batches: int | None = None) -> Prefetcher:
+    def prefetched(
+        self, start: Position, num_batches: int | None = None
+    ) -> AbstractContextManager[Batches]:
         """Returns training batches from a position on, to be used as a context.
 
         Args:
             start: of the first batch.
             num_batches: their number; None for no end.
         """
-        return Prefetcher(
+        return prefetch(
             self.splits.train,
             start,
             self.config.loop.batch_size,

@@ -12,13 +12,15 @@ import sys
 import time
 import traceback
 
+import msgspec
+
 from loka_jax.data import DataConfig, Position, open_data
-from loka_jax.data.manifest import Unusable
+from loka_jax.data.shards import Unusable
 
 
 def try_to_open(options: dict) -> dict:
     try:
-        splits = open_data(DataConfig(**options), seed=0)
+        splits = open_data(msgspec.convert(options, DataConfig), seed=0)
         found = (splits.train, splits.valid, splits.test)
         json.dumps(splits.identity, allow_nan=False)
         bad = splits.report["bad_rows"]["count"]

@@ -50,9 +50,8 @@ def rows_of(splits, split="train"):
 
 
 def read_in_small_parts(monkeypatch, block_bytes=500) -> None:
-    """Makes blocks and shards so small that the files of tests have several."""
+    """Makes blocks so small that the files of tests have several."""
     for reader in (read_text, read_parquet):
         small = functools.partial(reader, block_bytes=block_bytes)
         monkeypatch.setattr(f"loka_jax.data.files.{reader.__name__}", small)
     monkeypatch.setattr("loka_jax.data.convert.PENDING_BYTES", 1200)
-    monkeypatch.setattr("loka_jax.data.shards.SHARD_ROWS", 50)

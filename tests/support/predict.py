@@ -34,12 +34,12 @@ def encoding_of(config, **options) -> Encoding:
         vocabulary = VocabularyEncoder(words, reserved=3 + len(column))
         return hash_encoder(config, column) or vocabulary
 
-    mean, std = np.array([0.25, -3.0]), np.array([1.7, 0.3])
+    standardizer = Standardizer((0.25, -3.0), (1.7, 0.3))
     fields = (*config.categorical, *config.multi)
     return Encoding(
         config=config,
         encoders=tuple(encoder(config.owners.get(f, f)) for f in fields),
-        standardizer=Standardizer(mean, std),
+        standardizer=standardizer if config.transform == "standardize" else None,
         **options,
     )
 

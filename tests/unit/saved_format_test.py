@@ -6,11 +6,10 @@ import json
 import pytest
 
 from loka_jax import jsonfile, saved_format
-from loka_jax.data import Schema, open_data
+from loka_jax.data import DataConfig, Schema, open_data
 from loka_jax.data.config import SETTINGS
-from loka_jax.data.manifest import MANIFEST
 from loka_jax.data.saved_encoding import digest_of, open_encoding
-from loka_jax.data.shards import ShardWriter, open_shards
+from loka_jax.data.shards import MANIFEST, ShardWriter, open_shards
 from loka_jax.train.checkpoints import manifest
 from loka_jax.train.folder.source_run import open_run
 from loka_jax.train.next_day import default_config
@@ -34,7 +33,7 @@ def numbered(name, version):
 def new_shards(path):
     """Writes an encoding, and returns the values of its manifest."""
     path.mkdir()
-    ShardWriter(path).finish(SCHEMA, sources=[], settings={}, report={})
+    ShardWriter(path).finish(SCHEMA, DataConfig())
     return json.loads((path / MANIFEST).read_text())
 
 
@@ -96,11 +95,16 @@ def test_the_form_of_shards_has_this_number(tmp_path):
     assert folder.schema == SCHEMA and digest_of(folder)
     form = (saved_format.SHARDS, " ".join(found), " ".join(found["schema"]))
     assert form == (
-        4,
-        "format version schema splits files kind sources settings forms standardizer "
-        "report",
+        5,
+        "format version schema files config forms standardizer report",
         "label dense categorical multi further_labels vocab_sizes owners slots "
         "weighted_multi weighted",
+    )
+    assert " ".join(found["config"]) == (
+        "kind path valid test label labels dense categorical multi multi_weights "
+        "separator max_values encoding min_count reserve_rows hash_buckets hash_sizes "
+        "hashed share bad transform weight keep_negatives valid_fraction time "
+        "max_bad_rows cache examples eval_examples rows signal click_rate"
     )
     assert " ".join(SETTINGS) == (
         "label labels dense categorical multi multi_weights separator encoding "
@@ -114,7 +118,7 @@ def test_the_form_of_a_checkpoint_has_this_number():
         " ".join(x.name for x in dataclasses.fields(p)) for p in (Progress, TrainState)
     ]
     assert (saved_format.RUN, *forms) == (
-        9,
+        10,
         "step position examples seconds plateau best changes returns drift planned "
         "unsafe broken replanned guard scale_watch days",
         "step params fp8 batch_stats probe opt_state table row_state lr_scale skipped "

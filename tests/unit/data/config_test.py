@@ -5,7 +5,7 @@ import math
 import pytest
 
 from loka_jax.data import DataConfig
-from loka_jax.data.batch import Part, Position, Schema, next_position, num_batches
+from loka_jax.data.batch import Part, Position, Schema, next_position
 
 
 def schema(**options):
@@ -47,9 +47,6 @@ def test_fields_follow_each_other_and_may_share_tables():
 def test_batches_and_their_parts_follow_each_other():
     assert next_position(Position(2, 3, 7), 5) == Position(2, 4, 7)
     assert next_position(Position(2, 4, 7), 5) == Position(3, 0, 7)
-    assert [num_batches(n, 4) for n in (1, 4, 5, 8)] == [1, 1, 2, 2]
-    with pytest.raises(ValueError, match="at least 1"):
-        num_batches(9, 0)
     assert [Part(i, 3).rows(12) for i in (0, 2)] == [range(4), range(8, 12)]
     with pytest.raises(ValueError, match="batch-size 32 .* of the 3 processes"):
         Part(2, 3).rows(32)

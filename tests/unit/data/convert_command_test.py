@@ -26,7 +26,7 @@ def test_criteo_file_is_converted_and_verified(tmp_path, capsys):
     assert report["examples"]["train"] + report["examples"]["valid"] == 60
     assert report["vocab_sizes"] == [2] * 26 and "splits" not in report
     assert convert.main(["--verify", out]) == 0
-    (tmp_path / "shards" / "train-00000.npy").write_bytes(b"junk")
+    (tmp_path / "shards" / "train.records").write_bytes(b"junk")
     assert convert.main(["--verify", out]) == 2
 
 
@@ -37,7 +37,7 @@ CLICKS = ["--data.path", "PATH/clicks.csv"]
     ("arguments", "message"),
     [
         (CLICKS, "--out is missing: name a new folder."),
-        (["--data.path", "PATH/clikcs.csv", "--out", "OUT"], "mean clicks.csv?"),
+        (["--data.path", "PATH/clikcs.csv", "--out", "OUT"], "mean 'clicks.csv'?"),
         ([*CLICKS, "--data.dense", "x", "--out", "OUT"], "only click, price, age"),
         (["--out", "OUT", "--data.kind", "generated"], "needs no conversion"),
         (["--path", "x", "--out", "OUT"], "did you mean --data.path"),

@@ -8,7 +8,6 @@ from loka_jax.data.blocks import Block
 from loka_jax.data.encoding import (
     HashEncoder,
     ModuloEncoder,
-    NoInteger,
     ValueCounter,
     VocabularyEncoder,
     as_text,
@@ -67,8 +66,6 @@ def test_hash_is_the_same_forever():
     encoder = HashEncoder("user", 1000)
     values = text(["a", "b", "68fd1e64", "", None])
     assert encoder.encode(values).tolist() == [167, 187, 776, 0, 0]
-    chunks = pa.chunked_array([values[:2], values[2:]])
-    assert encoder.encode(chunks).tolist() == [167, 187, 776, 0, 0]
     assert HashEncoder("item", 1000).encode(values[:2]).tolist() == [596, 68]
     ids = HashEncoder("user", 3).encode(text(range(99)))
     assert set(ids) == {1, 2}  # row 0 is of missing values
@@ -93,9 +90,8 @@ def test_the_same_bits_have_the_same_id(kind):
 
 @pytest.mark.parametrize("bad", ["0x1_0", "-0x1", "0x", "1.5", "1_0", str(2**64)])
 def test_what_is_no_integer_has_a_place(bad):
-    with pytest.raises(NoInteger) as error:
-        ModuloEncoder(9).encode(pa.array(["1", None, bad, bad], pa.large_string()))
-    assert error.value.at == 2
+    values = pa.array(["1", None, bad, bad], pa.large_string())
+    assert ModuloEncoder(9).encode(values).tolist() == [2, 0, -1, -1]
 
 
 def test_split_off_rows_do_not_reach_the_vocabulary(tmp_path):

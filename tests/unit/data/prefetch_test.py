@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from loka_jax.data import WHOLE, Batch, Part, Position, Schema
-from loka_jax.data.prefetch import Prefetcher, placed
+from loka_jax.data import prefetch as prefetch_lib
+from loka_jax.data.prefetch import placed
 
 
 class Numbered:
@@ -37,7 +38,7 @@ START = Position(0, 0, 5)
 
 
 def prefetch(data, start=START, *, shuffle=True, **options):
-    return Prefetcher(data, start, 10, shuffle=shuffle, **options)
+    return prefetch_lib.prefetch(data, start, 10, shuffle=shuffle, **options)
 
 
 def test_batches_come_in_order_across_epochs_as_in_a_plain_loop():
@@ -77,7 +78,6 @@ def test_no_more_than_depth_batches_wait_and_leaving_ends_the_thread():
         assert len(data.asked) == 4
         raise KeyboardInterrupt
     assert not any("prefetch" in thread.name for thread in threading.enumerate())
-    batches.close()  # once more
     assert list(batches) == []
 
 

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from loka_jax.data import Part, Position, Schema
-from loka_jax.data.permutation import key_of, permute
-from loka_jax.data.reader import ShardDataset
-from loka_jax.data.shards import record_dtype_of
+from loka_jax.data.reader import ShardDataset, key_of, permute, record_dtype_of
 
 START = Position(0, 0, 0)
 
@@ -17,8 +15,8 @@ LISTS = {"multi": ("m",), "slots": (4,), "vocab_sizes": (1000, 1001, 1002, 7)}
 LISTS |= {"weighted_multi": ("m",), "weighted": True, "further_labels": ("buy",)}
 
 
-def dataset(sizes=(70, 1, 29), num_dense=2, num_fields=3, *, row_5=None, **options):
-    """Shards whose row i (over all) has label i % 2, dense i + 0.5 + 1000 j, ids i + j.
+def dataset(size=100, num_dense=2, num_fields=3, *, row_5=None, **options):
+    """Records whose row i has label i % 2, dense i + 0.5 + 1000 j, ids i + j.
 
     `row_5` says what row 5 holds: a name of the record, a place, a value.
     """
@@ -28,7 +26,7 @@ def dataset(sizes=(70, 1, 29), num_dense=2, num_fields=3, *, row_5=None, **optio
         categorical=tuple(f"c{f}" for f in range(num_fields)),
         **({"vocab_sizes": (1000, 1001, 1002)[:num_fields]} | options),
     )
-    index = np.arange(sum(sizes))
+    index = np.arange(size)
     records = np.zeros(len(index), record_dtype_of(schema))
     records["label"] = (index % 2).reshape(-1, *[1] * (records["label"].ndim - 1))
     records["dense"] = index[:, None] + 0.5 + 1000 * np.arange(num_dense)
@@ -36,8 +34,7 @@ def dataset(sizes=(70, 1, 29), num_dense=2, num_fields=3, *, row_5=None, **optio
     if row_5 is not None:
         name, place, value = row_5
         records[name][5, *place] = value
-    ends = np.cumsum(sizes).astype(int)
-    return ShardDataset(schema, np.split(records, ends)[:-1], "logs")
+    return ShardDataset(schema, records, "logs")
 
 
 def epoch(data, batch_size, shuffle=True):
@@ -64,7 +61,7 @@ def test_an_epoch_holds_every_row_once_with_all_its_columns(batch_size, shuffle)
 
 
 def test_batch_is_a_pure_function_of_its_position():
-    data, place = dataset(sizes=(100,)), Position(4, 1, 9)
+    data, place = dataset(), Position(4, 1, 9)
     first = data.batch(place, 32, shuffle=True)
     chex.assert_trees_all_equal(first, dataset().batch(place, 32, shuffle=True))
     for other in (Position(5, 1, 9), Position(4, 1, 8), Position(4, 2, 9)):
@@ -88,11 +85,13 @@ def test_parts_are_together_the_whole_batch(step, count, shuffle):
 
 def test_batches_have_the_dtypes_of_the_contract_without_columns_too():
     for counts in ((0, 3), (2, 0)):
-        data = dataset((3,), *counts)
+        data = dataset(3, *counts)
         batch = data.batch(START, 8, shuffle=True)
         assert (*batch.dense.shape, *batch.ids.shape) == (8, counts[0], 8, counts[1])
         dtypes = [x.dtype.name for x in batch[:4]]
         assert dtypes == ["float32", "int32", "float32", "float32"]
+        with pytest.raises(ValueError, match="at least 1"):
+            data.num_batches(0)
         for step in (-1, 1):
             with pytest.raises(ValueError, match=r"must lie in \[0, 1\)"):
                 data.batch(Position(0, step, 0), 8, shuffle=True)

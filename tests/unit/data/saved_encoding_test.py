@@ -10,7 +10,6 @@ from loka_jax.data import open_data
 from loka_jax.data.convert import convert
 from loka_jax.data.encoding import VocabularyEncoder
 from loka_jax.data.files import find_sources
-from loka_jax.data.manifest import MANIFEST
 from loka_jax.data.saved_encoding import (
     digest_of,
     load_encoding,
@@ -18,7 +17,7 @@ from loka_jax.data.saved_encoding import (
     save_encoding,
     values_of,
 )
-from loka_jax.data.shards import open_shards
+from loka_jax.data.shards import MANIFEST, open_shards
 from tests.support.data import (
     HEADER,
     open_table,
@@ -61,7 +60,7 @@ def test_a_saved_encoding_is_the_one_that_was_learned(source, tmp_path, options)
     learned = open_table(source, **options)
     again = saved(learned, tmp_path)
     assert digest_of(again) == learned.encoding_digest
-    assert not any(again.shards.values())
+    assert not again.records
     assert load_encoding(again).schema == learned.train.schema
     config = table_config(source, **options)
     want = dataclasses.replace(config, path=None, cache=None)
@@ -124,8 +123,8 @@ def test_options_that_contradict_the_encoding_are_refused(source, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("bad", "drop", r"its settings: .*'drop' - at `\$\.bad`"),
-        ("time", 5, "Expected `str . null`, got `int`"),
+        ("bad", "drop", r"config.bad is wrong \(.*'drop'"),
+        ("time", 5, "Expected str . null, got int"),
         ("min_count", 0, "must lie between"),
         ("hash_sizes", ["user=99"], "'user' has not 99 rows"),
     ],
@@ -133,9 +132,9 @@ def test_options_that_contradict_the_encoding_are_refused(source, tmp_path):
 def test_settings_of_a_stranger_are_refused(source, tmp_path, name, value, why):
     folder = saved(open_table(source), tmp_path).path
     manifest = json.loads((folder / MANIFEST).read_text())
-    manifest["settings"][name] = value
+    manifest["config"][name] = value
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=rf"encoding cannot be used \(.*{why}"):
+    with pytest.raises(ValueError, match=rf"cannot be used \(.*{why}"):
         load_encoding(open_shards(folder))
 
 

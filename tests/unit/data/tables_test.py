@@ -125,7 +125,7 @@ def facts_of(folder, rows, **options):
 def test_facts_count_rows_and_values(tmp_path):
     rows = [("a", "x", 1)] * 60 + [("b", "", 1)] * 30 + [("rare", "y", 1)]
     facts = facts_of(tmp_path, rows, min_count=2, reserve_rows=5)
-    want = {"rows": 1 + 2 + 5, "values": 2, "reserved": 5, "counted_rows": 91}
+    want = {"rows": 1 + 2 + 5, "values": 2, "reserved": 5}
     most = {"most_frequent": [["a", 60], ["b", 30], ["rare", 1]]}
     assert facts["item"] == want | most | {"warning": None}
     assert facts["last"]["most_frequent"] == [["x", 60], ["y", 1]]

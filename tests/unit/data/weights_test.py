@@ -6,8 +6,8 @@ import pytest
 from pyarrow import parquet
 
 from loka_jax.data import Position
-from loka_jax.data.rows import hashed
-from loka_jax.data.shards import record_dtype_of
+from loka_jax.data.reader import record_dtype_of
+from loka_jax.data.split import hashed
 from tests.support.data import open_table, rows_of, write
 
 COLUMNS = {"dense": ("row",), "categorical": ("user",), "transform": "none"}

@@ -87,7 +87,7 @@ def test_a_step_is_made_with_the_options_of_the_run(make_train_step):
 @pytest.mark.parametrize("steps, depth", [(1, 4), (3, 6)])
 def test_batches_are_prefetched_shuffled_and_for_two_calls(monkeypatch, steps, depth):
     made = mock.Mock()
-    monkeypatch.setattr(build_lib, "Prefetcher", made)
+    monkeypatch.setattr(build_lib, "prefetch", made)
     run, place = run_of(steps_per_call=steps), Position(1, 2, 5)
     run.prefetched(place, 9)
     options = {"num_batches": 9, "depth": depth, "sharding": None, "part": WHOLE}

@@ -109,7 +109,7 @@ def make_shards(folder, rng):
     """Changes a shard, a vocabulary or the manifest, with or without its digests."""
     folder = shutil.copytree(folder.parent / "shards", folder / "shards")
     manifest = folder / "manifest.json"
-    path = folder / rng.choice(["train-00000.npy", "vocabulary-01.parquet", manifest])
+    path = folder / rng.choice(["train.records", "vocabulary-01.parquet", manifest])
     change = mutated
     if path == manifest and rng.random() > 0.3:
         change = changed_json
@@ -120,7 +120,7 @@ def make_shards(folder, rng):
         entry = value["files"][path.name]
         entry |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         if rng.random() < 0.5:
-            entry["rows"] = (len(data) - 192) // 20
+            entry["count"] = len(data) // 20
         manifest.write_text(json.dumps(value))
     return columns(folder)
 

@@ -5,48 +5,33 @@ asked block by block, in both passes over the file, and gives the same answer wh
 the size of the blocks.
 """
 
-# pyright: reportAttributeAccessIssue=false
-# (pyarrow creates the functions of its compute module at import)
-
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from loka_jax.data.blocks import BadRows, Block
-from loka_jax.data.config import DataConfig, columns_of
+from loka_jax.data.config import DataConfig, columns_of, features_of
 from loka_jax.data.files import Sources, reader_of
-from loka_jax.data.permutation import key_of, mix
-from loka_jax.data.values import is_positive, parse_labels, parse_numbers, refuse_first
+from loka_jax.data.reader import key_of, mix
+from loka_jax.data.values import is_positive, parse_labels, parse_numbers
 from loka_jax.terminal import clip
 
 _SPLIT, _KEEP = 0, 1  # streams of hashed row numbers
 
 
-class Rows:
+class SplitReader:
     """Reads the files, as often as needed, and gives every row its split."""
 
     def __init__(
         self,
         config: DataConfig,
         sources: Sources,
-        columns: tuple[str, ...],
         progress: Callable[[str, int], None],
     ):
-        """Opens nothing yet.
-
-        Args:
-            config: the kind of the files and the split rule.
-            sources: the files.
-            columns: the columns to read, the labels among them.
-            progress: called with the stage's name and the number of rows read so far.
-
-        Raises:
-            ValueError: if no rows would be for validation, or twice.
-        """
+        """Opens nothing yet; `progress` takes a stage and the number of rows read."""
         if not sources.valid and not config.valid_fraction > 0:
             raise ValueError(
                 "There are no validation rows: name a file with --data.valid, or set "
@@ -58,12 +43,13 @@ class Rows:
                 "are split off by time: leave out --data.time, or that file."
             )
         self._config, self._sources, self._progress = config, sources, progress
-        further = [name for name in (config.time, config.weight) if name is not None]
-        self._columns = tuple(dict.fromkeys((*columns, *further)))
         self._labels = columns_of(config).labels
-        self._split = SplitAtRandom(config.valid_fraction)
+        further = [name for name in (config.time, config.weight) if name is not None]
+        columns = (*self._labels, *features_of(config), *further)
+        self._columns = tuple(dict.fromkeys(columns))
+        self._by_time: SplitByTime | None = None
 
-    def learn_split(self) -> None:
+    def learn_rule(self) -> None:
         """Finds where validation begins, if rows are split by time."""
         column = self._config.time
         if column is None:
@@ -71,26 +57,42 @@ class Rows:
         bad_rows = BadRows(self._config.max_bad_rows)
         parts = self._read(("train",), (column,), bad_rows, "reading times")
         blocks = (block for _, _, block in parts)
-        self._split = split_by_time(blocks, column, self._config.valid_fraction)
+        self._by_time = split_by_time(blocks, column, self._config.valid_fraction)
 
-    def split_rule(self) -> str:
+    def rule(self) -> str:
         """Returns a phrase that says which rows are the validation rows."""
         if self._sources.valid:
             return f"validation rows are those of {names_of(self._sources.valid)}"
-        return self._split.phrase()
+        if self._by_time is not None:
+            return self._by_time.phrase()
+        return (
+            f"validation rows are the fraction {self._config.valid_fraction:g} of the "
+            "training file's rows with the lowest hashed row number (SplitMix64)"
+        )
 
     def blocks(
         self, splits: tuple[str, ...], bad_rows: BadRows, stage: str
     ) -> Iterator[tuple[str, Block]]:
         """Yields each block with its split, without the negatives that are not kept."""
+        rate = self._config.keep_negatives
         for split, first, block in self._read(splits, self._columns, bad_rows, stage):
             if split != "train":
                 yield split, block
                 continue
-            is_train, is_valid = self._masks(block, first)
+            number = np.arange(first, first + len(block.rows))
+            if self._sources.valid:
+                is_valid = np.zeros(len(number), bool)
+            elif self._by_time is not None:
+                is_valid = self._by_time.is_valid(block)
+            else:
+                is_valid = hashed(number, _SPLIT) < self._config.valid_fraction
+            is_train = ~is_valid
+            if rate < 1:
+                is_kept = hashed(number, _KEEP) < rate
+                is_train &= is_kept | is_positive(parse_labels(block, self._labels))
             for part, chosen in (("train", is_train), ("valid", is_valid)):
                 if part in splits and chosen.any():
-                    yield part, _chosen(block, chosen)
+                    yield part, block.filter(chosen)
 
     def _read(
         self,
@@ -106,29 +108,11 @@ class Rows:
             for path in getattr(self._sources, split):
                 read_file = reader_of(self._config, path)
                 for block in read_file(str(path), columns, bad_rows):
-                    rows = block.table.num_rows
+                    rows = len(block.rows)
                     read += rows
                     self._progress(stage, read)
                     yield split, done, block
                     done += rows
-
-    def _masks(self, block: Block, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns which of the training file's rows are for training and validation."""
-        rows = block.table.num_rows
-        is_valid = np.zeros(rows, bool)
-        if not self._sources.valid:
-            is_valid = self._split.is_valid(block, first)
-        if (rate := self._config.keep_negatives) == 1:
-            return ~is_valid, is_valid
-        is_kept = hashed(np.arange(first, first + rows), _KEEP) < rate
-        is_kept |= is_positive(parse_labels(block, self._labels))
-        return ~is_valid & is_kept, is_valid
-
-
-def _chosen(block: Block, chosen: np.ndarray) -> Block:
-    if chosen.all():
-        return block
-    return Block(block.table.filter(pa.array(chosen)), block.rows[chosen], block.file)
 
 
 def names_of(paths: tuple[pathlib.Path, ...]) -> str:
@@ -136,29 +120,10 @@ def names_of(paths: tuple[pathlib.Path, ...]) -> str:
     return ", ".join(path.name for path in paths)
 
 
-class SplitAtRandom(NamedTuple):
-    """Validation rows are those whose hashed row number falls below a fraction."""
-
-    fraction: float
-
-    def is_valid(self, block: Block, first: int) -> np.ndarray:
-        """Returns a mask of the validation rows; `first` is the number of the first."""
-        row = np.arange(first, first + block.table.num_rows)
-        return hashed(row, _SPLIT) < self.fraction
-
-    def phrase(self) -> str:
-        """Returns the rule in words, for the output and the report."""
-        return (
-            f"validation rows are the fraction {self.fraction:g} of the training "
-            "file's rows with the lowest hashed row number (SplitMix64)"
-        )
-
-
 class SplitByTime(NamedTuple):
     """Validation rows are those of a time or later: rows of one time stay together.
 
     Attributes:
-        column: the column with the times.
         since: the first time of the validation rows.
         until: the last time of the training rows.
         share: the share of the rows that are validation rows.
@@ -171,9 +136,8 @@ class SplitByTime(NamedTuple):
     share: float
     is_date: bool
 
-    def is_valid(self, block: Block, first: int) -> np.ndarray:
+    def is_valid(self, block: Block) -> np.ndarray:
         """Returns a mask of the validation rows."""
-        del first
         return parse_times(block, self.column)[0] >= self.since
 
     def phrase(self) -> str:
@@ -198,9 +162,6 @@ def split_by_time(blocks: Iterable[Block], column: str, fraction: float) -> Spli
 
     With the times sorted, `since = times[n - round(fraction n)]`, at least the second
     one; the rows of that time are all for validation. It takes 8 bytes a row.
-
-    Raises:
-        ValueError: if all times are equal, or dates and numbers are mixed.
     """
     parts, kinds, file = [np.empty(0)], set(), ""
     for block in blocks:
@@ -233,25 +194,17 @@ def parse_times(block: Block, column: str) -> tuple[np.ndarray, bool]:
 
     Dates are Arrow's date and timestamp types, or text in the form of ISO 8601; without
     a zone they count as UTC.
-
-    Raises:
-        ValueError: with file and row, if a time is missing, not finite, or neither a
-            number nor a date.
     """
-    array = block.column(column)
-    dates = _as_dates(array)
-    if dates is None:
-        values, missing = parse_numbers(block, column, "name another with --data.time")
-    else:
-        missing = np.asarray(dates.is_null())
-        micros = pc.fill_null(dates.cast(pa.timestamp("us"), safe=False), 0)
-        values = np.asarray(micros.cast(pa.int64()), np.float64)
-    wrong = missing | ~np.isfinite(values)
-    refuse_first(
-        *(wrong, block, f"time column {column!r}", values, missing),
-        "where each row needs a time: add it, or leave out --data.time.",
-    )
-    return values, dates is not None
+    dates = _as_dates(block.column(column))
+    if dates is not None:
+        micros = dates.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
+        table = pa.table({column: micros.cast(pa.float64(), safe=False)})
+        block = block._replace(table=table)
+    numbers = parse_numbers(block, column, "time", "name another with --data.time")
+    wrong = numbers.missing | ~np.isfinite(numbers.values)
+    why = "where each row needs a time: add it, or leave out --data.time."
+    numbers.refuse(wrong, why)
+    return numbers.values, dates is not None
 
 
 def _as_dates(array: pa.Array) -> pa.Array | None:
