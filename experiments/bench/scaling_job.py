@@ -44,7 +44,6 @@ from loka_jax.terminal import one_line
 from loka_jax.train.build import Run, build, build_in_turn
 from loka_jax.train.config import Config
 from loka_jax.train.folder.record import versions
-from loka_jax.train.logs.log_lines import over_devices
 from loka_jax.train.mesh.placement import MeshPlacement
 from loka_jax.train.processes.group import Processes, leave, start
 from loka_jax.train.state import TrainState
@@ -156,7 +155,8 @@ def measure(
         "skipped": int(held[0].skipped),
         **{name: timing._asdict() for name, timing in times.items()},
         "queue_us": queue_us,
-        **over_devices(run),
+        **run.placement.numbers(),
+        **run.placement.choices(),
         "build_s": ready - begun,
         "timing_s": time.perf_counter() - ready,
         "parts": _parts(run, held[0], batches) if has_parts else None,

@@ -17,12 +17,11 @@ from loka_jax.train import metrics
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoints import row_layout
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
+from loka_jax.train.evaluation import quality
 from loka_jax.train.folder.record import RunRecord
 from loka_jax.train.logs import log_lines
-from loka_jax.train.logs.clock import Clock
-from loka_jax.train.logs.log_lines import quality
-from loka_jax.train.logs.profiler import Profiler
 from loka_jax.train.logs.progress import TrainingProgress
+from loka_jax.train.logs.timing import Clock, Profiler
 from loka_jax.train.processes import watchdog
 from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.state import TrainState

@@ -21,15 +21,14 @@ from loka_jax.train.build import Run
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import Config
+from loka_jax.train.evaluation import quality
 from loka_jax.train.folder.source_run import (
     SourceRun,
     encoding_of,
     open_run,
     read_config_of,
 )
-from loka_jax.train.logs.column_table import print_days
-from loka_jax.train.logs.log_lines import quality
-from loka_jax.train.logs.progress import plain
+from loka_jax.train.logs.printing import plain, quality_text
 from loka_jax.train.loop import Loop
 from loka_jax.train.state import TrainState
 from loka_jax.train.watch.host_state import Progress
@@ -132,4 +131,6 @@ def begin(loop: Loop, source: SourceRun, console: Console):
     day = {"data": path.name, "examples": train.num_examples}
     day |= quality(run, loop.state, train)
     loop.progress = dataclasses.replace(loop.progress, days=(*before, day))
-    print_days(console, loop.progress.days)
+    for day in loop.progress.days:  # newest last
+        scored = f"{day['data']} ({day['examples']:,} rows): {quality_text(day)}"
+        console.print(plain(f"Before training on {scored}"))

@@ -7,6 +7,7 @@ config -> check workdir -> build -> print data and sites -> restore or init -> l
 import contextlib
 import dataclasses
 import functools
+import os
 import pathlib
 import shlex
 from typing import Any, NamedTuple
@@ -30,16 +31,14 @@ from loka_jax.train.folder.record import BEST, RunRecord, SilentRecord, read_run
 from loka_jax.train.folder.source_run import SourceRun, keep_encoding, open_run
 from loka_jax.train.folder.workdir import choose_workdir, workdir_of
 from loka_jax.train.logs import log_lines
-from loka_jax.train.logs.column_table import print_columns
-from loka_jax.train.logs.device_notice import device_notice
-from loka_jax.train.logs.profiler import Profiler
-from loka_jax.train.logs.progress import (
-    TrainingProgress,
+from loka_jax.train.logs.printing import (
+    print_columns,
     print_data,
     print_plan,
     print_sites,
-    resume_note,
 )
+from loka_jax.train.logs.progress import TrainingProgress, resume_note
+from loka_jax.train.logs.timing import Profiler
 from loka_jax.train.loop import Loop
 from loka_jax.train.mesh.devices import used_devices
 from loka_jax.train.planner.mesh_plan import host_note
@@ -167,6 +166,31 @@ def standard_output() -> Console:
     if not console.is_terminal:
         console.width = 120
     return console
+
+
+def device_notice(require_gpu: bool) -> str:
+    """Returns a sentence that names the device.
+
+    Raises:
+        ValueError: if a GPU is required and there is none, or JAX_PLATFORMS names a
+            platform that is not available.
+    """
+    try:
+        device = jax.devices()[0]
+    except (RuntimeError, AssertionError):  # the latter if a plugin is not installed
+        platforms = os.environ.get("JAX_PLATFORMS")
+        raise ValueError(
+            f"JAX cannot run on JAX_PLATFORMS={platforms}: install the extra cuda13 "
+            "(uv run --extra cuda13 ...) or unset JAX_PLATFORMS."
+        ) from None
+    if device.platform == "gpu":
+        return f"Running on {device.device_kind}."
+    if require_gpu:
+        raise ValueError(
+            f"--require-gpu was given, but JAX found only a {device.platform}: install "
+            "the extra cuda13 (uv run --extra cuda13 ...) or leave the option out."
+        )
+    return "No GPU found: running on the CPU, where FP8 is emulated."
 
 
 def _build(

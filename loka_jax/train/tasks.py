@@ -113,6 +113,15 @@ def by_task(numbers: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     return means | {"tasks": dict(numbers)}
 
 
+def select(values: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Returns some of an evaluation's numbers under new names, also of each task."""
+    line = {new: values[old] for new, old in names.items()}
+    if "tasks" in values:
+        parts = values["tasks"].items()
+        line["tasks"] = {task: select(part, names) for task, part in parts}
+    return line
+
+
 def _mean(values: list[float | None]) -> float | None:
     present = [value for value in values if value is not None]
     return sum(present) / len(present) if len(present) == len(values) else None

@@ -25,8 +25,8 @@ from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.checkpoints.row_layout import RowLayout
 from loka_jax.train.folder.record import RunRecord
-from loka_jax.train.logs.profiler import Profiler
 from loka_jax.train.logs.progress import TrainingProgress
+from loka_jax.train.logs.timing import Profiler
 from loka_jax.train.loop import Loop
 from loka_jax.train.placement import Placement
 from loka_jax.train.processes.signals import StopRequest

@@ -27,7 +27,7 @@ export
 """
 TRAIN = """
 processes tables metrics
-checkpoints state tasks
+checkpoints state tasks breakdown
 gradients
 placement
 step

@@ -40,9 +40,9 @@ from loka_jax.jsonfile import as_dict
 from loka_jax.options import option_of
 from loka_jax.report import RunFiles
 from loka_jax.saved_format import CHECKPOINTS, steps_in, without_key
+from loka_jax.train.breakdown import Scores, breakdown, with_names
 from loka_jax.train.folder import scores_file
 from loka_jax.train.folder import workdir as workdirs
-from loka_jax.train.logs.breakdown import Scores, breakdown, with_names
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"

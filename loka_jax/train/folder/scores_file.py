@@ -13,7 +13,7 @@ import numpy as np
 
 from loka_jax import jsonfile
 from loka_jax.report import Scored
-from loka_jax.train.logs.breakdown import Scores
+from loka_jax.train.breakdown import Scores
 
 NAME = "scores.npy"
 _FIELDS = [(name, np.float32) for name in Scored._fields]

@@ -156,16 +156,16 @@ MISTAKES = [
     ),
     Mistake(
         "the interval of a rate counts examples, not weights",
-        "loka_jax/train/logs/breakdown.py",
+        "loka_jax/train/breakdown.py",
         "low, high = wilson(label, total**2 / squares)",
         "low, high = wilson(label, count)",
-        "unit/train/logs/breakdown_test.py",
+        "unit/train/breakdown_test.py",
     ),
     Mistake(
         "a window's examples count twice in the session's rate",
-        "loka_jax/train/logs/clock.py",
+        "loka_jax/train/logs/timing.py",
         "        self._marked = progress\n\n    def session_rate",
         "\n    def session_rate",
-        "unit/train/logs/clock_test.py",
+        "unit/train/logs/timing_test.py",
     ),
 ]

@@ -6,9 +6,9 @@ import pytest
 from experiments import compare
 from loka_jax import commands
 from loka_jax.report import charts
+from loka_jax.train.breakdown import Scores
 from loka_jax.train.folder import scores_file
 from loka_jax.train.folder.record import SUMMARY, RunRecord
-from loka_jax.train.logs.breakdown import Scores
 from tests.support.commands import assert_refused
 from tests.support.report import Page, eval_line
 

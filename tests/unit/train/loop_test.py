@@ -15,7 +15,6 @@ from loka_jax.dispatch.policy import Decision
 from loka_jax.site import BF16
 from loka_jax.train import loop as loop_lib
 from loka_jax.train.config import ProbeOptions
-from loka_jax.train.logs import clock
 from loka_jax.train.watch import guard, host_state, replan
 from loka_jax.train.watch.guard import Diverged, TrainingFailed
 from loka_jax.train.watch.host_state import Moment, Progress
@@ -342,7 +341,7 @@ def test_steps_are_guarded_until_scales_are_initialized_or_sixteen_steps(
 def test_rates_are_of_training_alone(monkeypatch):
     now, plain = [0.0], support.Steps.__call__
     watch = types.SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr(clock, "time", watch)
+    monkeypatch.setattr(timing, "time", watch)
 
     def step(self, state, *batches):
         if not int(state.step):
