@@ -35,6 +35,7 @@ _LONGEST_WATCH = 1_000_000  # seconds; a thread cannot wait for ever
 # Observed steps from one update of weights' covariances to the next: they cost more
 # than all other statistics together.
 _COVARIANCES_EVERY = 20
+OBSERVE_EVERY = 100  # steps, of a run whose errors are worth learning
 _OBSERVED_BEFORE_REVIEW = 5  # observed steps after the first: errors vary little
 _FLAX = {"parent", "name"}  # fields of a module that are Flax's own
 _MAX_BATCH_SIZE = 2**22  # its product with the number of fields must fit int32
@@ -276,6 +277,11 @@ class Config:
                 f"--loop.steps-per-call {count} cannot be with --mesh.sync-every "
                 f"{every}: groups average their rows between calls. Make one of them 1."
             )
+
+    def observed(self) -> "Config":
+        """Returns the configuration of the run with Probe, by default without."""
+        probe = dataclasses.replace(self.probe, every=OBSERVE_EVERY)
+        return dataclasses.replace(self, probe=probe)
 
     def identity(self) -> dict[str, Any]:
         """Returns the configuration without `run`, as JSON values."""

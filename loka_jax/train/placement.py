@@ -168,12 +168,12 @@ class Placement:
         return function
 
     def look_up(
-        self, network: Any, state: TrainState, batch: Batch, routed: Any
+        self, model: Any, state: TrainState, batch: Batch, routed: Any
     ) -> tuple[Any, Any]:
         """Returns the fields' embeddings of a batch, by stack, and what was found.
 
         Args:
-            network: the model, which says of which dtype they are.
+            model: the model, which says of which dtype they are.
             state: its tables.
             routed: what a mesh has routed of it; None of one device.
         """
@@ -183,16 +183,16 @@ class Placement:
         bad_ids = by_stack(
             lambda _, *part: lookup.count_bad_ids(*part), self.tables, ids, parts
         )
-        rows = self._embeddings(network, state, ids)
+        rows = self._embeddings(model, state, ids)
         return rows, Found(ids, jax.tree.reduce(jnp.add, bad_ids))
 
-    def look_up_alike(self, network: Any, state: TrainState, batch: Batch) -> Any:
+    def look_up_alike(self, model: Any, state: TrainState, batch: Batch) -> Any:
         """Returns the fields' embeddings of a batch that all devices have, on all."""
         ids = by_stack(lookup.find, self.tables, split(self.tables, batch))
-        return self._embeddings(network, state, ids)
+        return self._embeddings(model, state, ids)
 
-    def _embeddings(self, network: Any, state: TrainState, ids: Any) -> Any:
-        look_up = functools.partial(lookup.embeddings, dtype=dtype_of(network))
+    def _embeddings(self, model: Any, state: TrainState, ids: Any) -> Any:
+        look_up = functools.partial(lookup.embeddings, dtype=dtype_of(model))
         return by_stack(look_up, self.tables, state.table, ids)
 
     def key_of_part(self, key: Array) -> Array:
@@ -244,13 +244,13 @@ class Placement:
         return *regroup(self.tables, updated), found
 
 
-def dtype_of(network: Any) -> Any:
+def dtype_of(model: Any) -> Any:
     """Returns the dtype in which a model takes embeddings.
 
     The model would cast them first of all. Cast at the lookup, the rows' gradients have
     that dtype too, and half the bytes to write and to gather.
     """
-    return getattr(network, "compute_dtype", jnp.float32)
+    return getattr(model, "compute_dtype", jnp.float32)
 
 
 def rows_lr(row_update: RowUpdate, state: TrainState) -> Array:

@@ -5,7 +5,6 @@ config -> check workdir -> build -> print data and sites -> restore or init -> l
 """
 
 import contextlib
-import dataclasses
 import functools
 import os
 import pathlib
@@ -44,7 +43,6 @@ from loka_jax.train.mesh.devices import used_devices
 from loka_jax.train.planner.mesh_plan import host_note
 from loka_jax.train.planner.mesh_workload import workload_of
 from loka_jax.train.planner.step_sizes import Mesh
-from loka_jax.train.planning import OBSERVE_EVERY
 from loka_jax.train.processes.group import Processes, start
 from loka_jax.train.processes.signals import stop_on_signals
 from loka_jax.train.processes.watchdog import Watchdog
@@ -239,16 +237,11 @@ def _plan_of(start: Saved | SourceRun | None) -> Any:
 
 
 def _observed_as(saved: Saved | None, config: Config) -> Config:
-    """Returns the configuration of a run that Probe goes on to observe, or not.
-
-    Args:
-        saved: the checkpoint to go on from; None leaves the choice to the plan.
-    """
-    if saved is None or config.probe.every is not None:
-        return config
-    every = OBSERVE_EVERY if saved.has("probe") else 0
-    probe = dataclasses.replace(config.probe, every=every)
-    return dataclasses.replace(config, probe=probe)
+    """Returns the configuration with Probe, where its plan chose so at the start."""
+    is_unset = config.probe.every is None
+    if saved is not None and is_unset and saved.has("probe"):
+        return config.observed()
+    return config
 
 
 def _require_same_data(saved: Saved | None, run: Run):
@@ -379,7 +372,7 @@ def _compile(run: Run, console: Console) -> int:
     """Compiles a training step and prints what it holds."""
     state = jax.eval_shape(run.init)
     batch = run.read(run.splits.train, 0)
-    compiled = run.first_step.lower(state, batch).compile()
+    compiled = run.train_step(scales_initialized=False).lower(state, batch).compile()
     memory = compiled.memory_analysis()
     if memory is not None:
         held = memory.argument_size_in_bytes + memory.temp_size_in_bytes

@@ -33,7 +33,7 @@ placement
 step
 mesh
 config
-network planning
+model planning
 planner build
 watch
 evaluation

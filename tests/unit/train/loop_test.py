@@ -15,6 +15,7 @@ from loka_jax.dispatch.policy import Decision
 from loka_jax.site import BF16
 from loka_jax.train import loop as loop_lib
 from loka_jax.train.config import ProbeOptions
+from loka_jax.train.logs import timing
 from loka_jax.train.watch import guard, host_state, replan
 from loka_jax.train.watch.guard import Diverged, TrainingFailed
 from loka_jax.train.watch.host_state import Moment, Progress
