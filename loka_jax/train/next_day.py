@@ -16,18 +16,11 @@ import optax
 from rich.console import Console
 
 from loka_jax import jsonfile
-from loka_jax.data.shards import ShardFolder
 from loka_jax.train.build import Run
-from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import Config
 from loka_jax.train.evaluation import quality
-from loka_jax.train.folder.source_run import (
-    SourceRun,
-    encoding_of,
-    open_run,
-    read_config_of,
-)
+from loka_jax.train.folder.source_run import SourceRun, open_run, read_config_of
 from loka_jax.train.logs.printing import plain, quality_text
 from loka_jax.train.loop import Loop
 from loka_jax.train.state import TrainState
@@ -69,19 +62,6 @@ def source_of(config: Config) -> SourceRun | None:
             f"({'; '.join(changed[:5])}): leave out these options, and --config."
         )
     return source
-
-
-def base_of(
-    saved: Saved | None, source: SourceRun | None, workdir: pathlib.Path
-) -> ShardFolder | None:
-    """Returns the encoding of a resumed run, or of the run to go on from, or None.
-
-    Raises:
-        ValueError: if it is missing, damaged, or another one.
-    """
-    if saved is not None:
-        return encoding_of(saved, workdir)
-    return None if source is None else source.encoding()
 
 
 def _is_fixed(field: str) -> bool:

@@ -5,7 +5,6 @@ config -> check workdir -> build -> print data and sites -> restore or init -> l
 """
 
 import contextlib
-import functools
 import os
 import pathlib
 import shlex
@@ -17,7 +16,6 @@ from rich.console import Console
 from loka_jax import jsonfile
 from loka_jax.commands import as_commands
 from loka_jax.data import Position
-from loka_jax.data.shards import ShardFolder
 from loka_jax.report import write_run_page
 from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train import next_day
@@ -26,7 +24,7 @@ from loka_jax.train.checkpoints.checkpoint import Checkpoints, require_space
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import Config
-from loka_jax.train.folder.record import BEST, RunRecord, SilentRecord, read_run
+from loka_jax.train.folder.record import BEST, RunRecord, read_run
 from loka_jax.train.folder.source_run import SourceRun, keep_encoding, open_run
 from loka_jax.train.folder.workdir import choose_workdir, workdir_of
 from loka_jax.train.logs import log_lines
@@ -43,7 +41,8 @@ from loka_jax.train.mesh.devices import used_devices
 from loka_jax.train.planner.mesh_plan import host_note
 from loka_jax.train.planner.mesh_workload import workload_of
 from loka_jax.train.planner.step_sizes import Mesh
-from loka_jax.train.processes.group import Processes, start
+from loka_jax.train.processes import group
+from loka_jax.train.processes.group import ALONE, Processes
 from loka_jax.train.processes.signals import stop_on_signals
 from loka_jax.train.processes.watchdog import Watchdog
 from loka_jax.train.state import TrainState
@@ -106,7 +105,7 @@ def train(
     if config.run.print_config:
         console.print_json(data=config.identity())
         return Trained(0)
-    processes = start()
+    processes = group.start()
     console.quiet |= not processes.shows
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals(processes.count))
@@ -120,24 +119,31 @@ def train(
         workdir = workdir_of(config, processes)
         # Locked before the data are read, which can take long.
         with stop.postponed():  # whoever makes a folder must be able to remove it
-            record = stack.enter_context(_record(config, workdir, processes))
-        folders = _open_folders(stack, config, workdir, processes)
+            record = RunRecord(
+                workdir,
+                config=config.identity(),
+                resume=config.run.resume,
+                may_change=_MAY_CHANGE,
+                tensorboard=config.run.tensorboard,
+                writes=processes.is_first,
+            )
+            stack.enter_context(record)
+        newest, best = _open_folders(stack, config, workdir, processes)
         with display.doing("checking the checkpoint"):
-            saved = folders.newest.newest() if config.run.resume else None
-            source = next_day.source_of(config) if saved is None else None
-        config = _observed_as(saved, config)
-        base = next_day.base_of(saved, source, workdir)
-        build_run = functools.partial(_build, config, console, display, base=base)
-        run = build_in_turn(processes, build_run, _plan_of(saved or source))
-        _require_same_data(saved, run)
-        loop = _open_loop(stack, run, saved or source, record, folders, display)
-        if source is not None:
+            saved = newest.newest() if config.run.resume else None
+            if saved is None:
+                start = next_day.source_of(config)
+            else:
+                start = SourceRun(workdir, config, newest, saved, is_resumed=True)
+        run = _build(config, console, display, start, processes)
+        loop = _open_loop(stack, run, start, record, (newest, best), display)
+        if start is not None and not start.is_resumed:
             with display.doing("evaluating"):
-                next_day.begin(loop, source, console)
+                next_day.begin(loop, start, console)
         if processes.count > 1:
             stack.enter_context(Watchdog(config.run.watchdog))
         with stop.deferred():  # a run that is stopped before leaves nothing
-            _begin_record(record, loop, is_new=saved is None)
+            _begin_record(record, loop, start)
             loop.train(stop)
         record.write_sites([site.as_row() for site in loop.run.running_sites])
         with display.doing("evaluating"):
@@ -195,16 +201,43 @@ def _build(
     config: Config,
     console: Console,
     display: TrainingProgress,
-    plan: Any = None,
-    base: ShardFolder | None = None,
+    start: SourceRun | None,
+    processes: Processes = ALONE,
 ) -> Run:
-    """Builds the run, with a checkpoint's plan, and prints its data, sites and plan."""
-    with display.doing("preparing data, model and plan"):
-        run = build(config, plan, display.say, base)
-    print_data(console, run.splits.report)
+    """Builds the run from its start, and prints its data, sites and plan.
+
+    Raises:
+        ValueError: also if it resumes with other data.
+    """
+    base = None if start is None else start.base()
+    saved = _resumed(start)
+    if saved is not None and config.probe.every is None and saved.has("probe"):
+        config = config.observed()  # as its plan chose at the start
+
+    def build_run(plan: Any) -> Run:
+        with display.doing("preparing data, model and plan"):
+            run = build(config, plan, display.say, base)
+        _print_run(run, console)
+        return run
+
+    plan = None if start is None else start.saved.meta.get("plan", {})
+    run = build_in_turn(processes, build_run, plan)
+    if saved is not None:
+        _require_same_data(saved, run)
+    return run
+
+
+def _resumed(start: SourceRun | None) -> Saved | None:
+    """Returns the checkpoint of a run that goes on itself; None for another start."""
+    return start.saved if start is not None and start.is_resumed else None
+
+
+def _print_run(run: Run, console: Console):
+    config, report = run.config, run.splits.report
+    print_data(console, report)
     schema = run.splits.train.schema
     dims = config.embedding.dims_of(schema.fields, schema.owners)
-    print_columns(console, run.splits.report, dims)
+    print_columns(console, report, dims)
     if run.placement.size > 1:
         console.print(used_devices(*run.placement.shape))
     print_sites(console, run.running_sites)
@@ -216,7 +249,6 @@ def _build(
             f"--profile {config.run.profile} starts after the run's last step "
             f"{run.total_steps - 1}: start earlier."
         )
-    return run
 
 
 def _host_note(run: Run) -> str | None:
@@ -230,24 +262,8 @@ def _host_note(run: Run) -> str | None:
     return host_note(workload, Mesh(*placement.shape), run.total_steps)
 
 
-def _plan_of(start: Saved | SourceRun | None) -> Any:
-    """Returns the plan of a checkpoint as JSON values, None without one."""
-    saved = start.saved if isinstance(start, SourceRun) else start
-    return None if saved is None else saved.meta.get("plan", {})
-
-
-def _observed_as(saved: Saved | None, config: Config) -> Config:
-    """Returns the configuration with Probe, where its plan chose so at the start."""
-    is_unset = config.probe.every is None
-    if saved is not None and is_unset and saved.has("probe"):
-        return config.observed()
-    return config
-
-
-def _require_same_data(saved: Saved | None, run: Run):
+def _require_same_data(saved: Saved, run: Run):
     """Raises ValueError if a checkpoint was trained on other data than the run's."""
-    if saved is None:
-        return
     changed = jsonfile.explain_mismatch(saved.meta.get("data"), run.splits.identity)
     if changed:
         raise ValueError(
@@ -257,69 +273,52 @@ def _require_same_data(saved: Saved | None, run: Run):
         )
 
 
-def _record(config: Config, workdir: pathlib.Path, processes: Processes) -> RunRecord:
-    if not processes.is_first:
-        return SilentRecord(workdir)
-    return RunRecord(
-        workdir,
-        config=config.identity(),
-        resume=config.run.resume,
-        may_change=_MAY_CHANGE,
-        tensorboard=config.run.tensorboard,
-    )
-
-
-class _Folders(NamedTuple):
-    """The checkpoints of the newest steps, and that of the best evaluation."""
-
-    newest: Checkpoints
-    best: Checkpoints
-
-
 def _open_folders(
     stack: contextlib.ExitStack,
     config: Config,
     workdir: pathlib.Path,
     processes: Processes,
-) -> _Folders:
-    """Returns the run's checkpoints, without what an interrupted save left."""
+) -> tuple[Checkpoints, Checkpoints]:
+    """Returns the checkpoints of the newest steps, and that of the best evaluation.
+
+    What an interrupted save left is removed.
+    """
     keep = config.loop.keep_checkpoints
-    folders = _Folders(
-        Checkpoints(workdir / CHECKPOINTS, keep=keep, processes=processes),
-        Checkpoints(workdir / BEST, keep=1, processes=processes),
-    )
-    for folder in folders:
+    newest = Checkpoints(workdir / CHECKPOINTS, keep=keep, processes=processes)
+    best = Checkpoints(workdir / BEST, keep=1, processes=processes)
+    for folder in (newest, best):
         stack.enter_context(folder)
         folder.remove_unfinished()
-    return folders
+    return newest, best
 
 
 def _open_loop(
     stack: contextlib.ExitStack,
     run: Run,
-    start: Saved | SourceRun | None,
+    start: SourceRun | None,
     record: RunRecord,
-    folders: _Folders,
+    folders: tuple[Checkpoints, Checkpoints],
     display: TrainingProgress,
 ) -> Loop:
     """Returns the loop, at its checkpoint, or at step 0 of a run of its own."""
-    config = run.config
-    saved = start if isinstance(start, Saved) else None
-    is_next = isinstance(start, SourceRun)
-    with display.doing("initializing"):
-        state = next_day.initial_state(run, start) if is_next else run.init()
+    config, (newest, best), saved = run.config, folders, _resumed(start)
     progress = Progress(position=Position(0, 0, config.seed))
+    with display.doing("initializing"):
+        if start is None or saved is not None:
+            state = run.init()
+        else:
+            state = next_day.initial_state(run, start)
     if saved is not None:
         with display.doing("reading the checkpoint"):
             parts = vars(state), run.placement.layout, config.identity()
-            state = TrainState(**read_state(folders.newest, saved, *parts))
+            state = TrainState(**read_state(newest, saved, *parts))
         progress = Progress.from_json(saved.meta.get("progress", {}))
         display.say(resume_note(saved.step, run.total_steps, config.loop))
     elif config.run.resume:
         display.say("Nothing was saved yet: starting at step 0.")
-    folders.best.drop_after(progress.step)
+    best.drop_after(progress.step)
     keeps_best = config.optim.plateau_patience is not None
-    require_space(folders if keeps_best else [folders.newest], state)
+    require_space(folders if keeps_best else [newest], state)
     display.begin(run.total_steps, progress.step)
     profiler = Profiler(config.run.profile_steps(), record.workdir / "profile")
     stack.callback(profiler.close)
@@ -328,19 +327,20 @@ def _open_loop(
         state,
         progress,
         record=record,
-        checkpoints=folders.newest,
-        best=folders.best,
+        checkpoints=newest,
+        best=best,
         display=display,
         profiler=profiler,
     )
 
 
-def _begin_record(record: RunRecord, loop: Loop, *, is_new: bool):
+def _begin_record(record: RunRecord, loop: Loop, start: SourceRun | None):
     """Writes what a run knows of itself before its first step."""
     run, progress = loop.run, loop.progress
+    is_new = _resumed(start) is None
     # A run that begins again has scored its day again.
     record.start(-1 if is_new else progress.step)
-    if not isinstance(record, SilentRecord):
+    if record.writes:
         keep_encoding(run.splits, record.workdir)
     if is_new and progress.days:
         record.log(log_lines.day(progress))
@@ -356,14 +356,10 @@ def _dry_run(config: Config, console: Console, display: TrainingProgress) -> int
     """
     if config.run.resume:
         start = open_run(choose_workdir(config), best=False)
-        config = _observed_as(start.saved, config)
-        base = next_day.base_of(start.saved, None, start.workdir)
+        start = start._replace(is_resumed=True)
     else:
         start = next_day.source_of(config)
-        base = next_day.base_of(None, start, pathlib.Path())
-    run = _build(config, console, display, _plan_of(start), base)
-    if config.run.resume and start is not None:
-        _require_same_data(start.saved, run)
+    run = _build(config, console, display, start)
     with display.doing("compiling"):
         return _compile(run, console)
 

@@ -76,6 +76,7 @@ class RunRecord(contextlib.AbstractContextManager):
         resume: bool = False,
         may_change: Collection[str] = (),
         tensorboard: bool = False,
+        writes: bool = True,
     ):
         """Locks `workdir`, creating it if necessary; call `start` before logging.
 
@@ -86,6 +87,8 @@ class RunRecord(contextlib.AbstractContextManager):
             may_change: dotted names of fields in which a resumed run's config may
                 differ, such as the number of steps. A name covers those below it.
             tensorboard: whether `log` also writes TensorBoard events.
+            writes: False in a process that is not the first of its run, whose record
+                locks and writes nothing.
 
         Raises:
             ValueError: if the folder cannot be written to, another run has locked it,
@@ -95,11 +98,15 @@ class RunRecord(contextlib.AbstractContextManager):
             raise ValueError(
                 "TensorBoard events need tensorboardX: install loka-jax[report]."
             )
-        self.workdir = Path(workdir)
+        self.workdir, self.writes = Path(workdir), writes
         self._config = config
-        self._tensorboard = tensorboard
+        self._tensorboard = tensorboard and writes
         self._events = None
         self._files: dict[str, IO[str]] = {}
+        self._made: list[Path] = []
+        self._lock = None
+        if not writes:
+            return
         folders = (self.workdir, *self.workdir.absolute().parents)
         # Innermost first; removed again if the run never starts.
         self._made = [folder for folder in folders if not folder.exists()]
@@ -120,6 +127,8 @@ class RunRecord(contextlib.AbstractContextManager):
         Args:
             step: the restored step, 0 for the start.
         """
+        if not self.writes:
+            return
         self._made = []
         self.write(CONFIG, {saved_format.KEY: saved_format.RUN, **self._config})
         for name in (SUMMARY, EVALUATION, scores_file.NAME):  # this run has not ended
@@ -129,7 +138,7 @@ class RunRecord(contextlib.AbstractContextManager):
     def truncate(self, step: int) -> None:
         """Drops the lines after `step`, and an incomplete last line."""
         self._close_files()
-        for name in (METRICS, SCALES, AMAXES):
+        for name in (METRICS, SCALES, AMAXES) if self.writes else ():
             path = self.workdir / name
             if path.exists():
                 lines = jsonfile.read_lines(path)
@@ -174,6 +183,8 @@ class RunRecord(contextlib.AbstractContextManager):
             columns: the names of the categorical columns.
             encoding: has the names of their values; None for generated data.
         """
+        if not self.writes:
+            return
         tasks = {name: breakdown(part, columns) for name, part in scores.items()}
         if encoding is not None:
             for parts in tasks.values():
@@ -189,14 +200,16 @@ class RunRecord(contextlib.AbstractContextManager):
 
     def write(self, name: str, value: object) -> None:
         """Writes a JSON file of the workdir in one step."""
-        jsonfile.write(self.workdir / name, value)
+        if self.writes:
+            jsonfile.write(self.workdir / name, value)
 
     def close(self) -> None:
         """Closes the files and unlocks the workdir; an unused new one is removed."""
         self._close_files()
         if self._made:
             workdirs.remove_unused(self.workdir, self._made)
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def _close_files(self) -> None:
         for file in self._files.values():
@@ -207,6 +220,8 @@ class RunRecord(contextlib.AbstractContextManager):
             self._events = None
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        if not self.writes:
+            return
         if name not in self._files:
             self._files[name] = open(self.workdir / name, "a", encoding="utf-8")
         self._files[name].write(jsonfile.dumps(dict(line)) + "\n")
@@ -225,32 +240,6 @@ class RunRecord(contextlib.AbstractContextManager):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and name != "step":
                 self._events.add_scalar(f"{line['kind']}/{name}", value, step)
-
-
-class SilentRecord(RunRecord):
-    """A record that writes nothing, of a process that is not the first of its run."""
-
-    def __init__(self, workdir: Path):
-        """Takes the folder that the first process writes."""
-        self.workdir, self._tensorboard = workdir, False
-
-    def start(self, step: int) -> None:
-        """Does nothing, and so do the others."""
-
-    def truncate(self, step: int) -> None:  # noqa: D102
-        pass
-
-    def write(self, name: str, value: object) -> None:  # noqa: D102
-        pass
-
-    def write_scores(self, *_: Any) -> None:  # noqa: D102
-        pass
-
-    def close(self) -> None:  # noqa: D102
-        pass
-
-    def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        pass
 
 
 def saved_config(workdir: Path) -> dict[str, Any]:

@@ -115,7 +115,7 @@ MISTAKES = [
     Mistake(
         "later best states survive a resumed run",
         "loka_jax/train/session.py",
-        "    folders.best.drop_after(progress.step)\n",
+        "    best.drop_after(progress.step)\n",
         "",
         "unit/train/session_test.py",
     ),
