@@ -114,7 +114,7 @@ def test_the_form_of_a_checkpoint_has_this_number():
         " ".join(x.name for x in dataclasses.fields(p)) for p in (Progress, TrainState)
     ]
     assert (saved_format.RUN, *forms) == (
-        9,
+        10,
         "step position examples seconds plateau best changes returns drift planned "
         "unsafe broken replanned guard scale_watch days",
         "step params fp8 batch_stats probe opt_state table row_state lr_scale skipped "

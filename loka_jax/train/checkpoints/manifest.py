@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from loka_jax import jsonfile, saved_format
-from loka_jax.train.checkpoints.leaves import Leaf
 
 NAME = "manifest.json"
 
@@ -30,12 +29,12 @@ class Saved:
     Attributes:
         step: the number of steps its state has seen.
         meta: the values that were saved with the state.
-        leaves: shape and dtype of every leaf, by name.
+        leaves: dtype and shape of every leaf, by name.
     """
 
     step: int
     meta: dict[str, Any]
-    leaves: dict[str, Leaf]
+    leaves: dict[str, str]
 
     def only(self, parts: Collection[str]) -> "Saved":
         """Returns the checkpoint as if it held these parts of the state only."""
@@ -95,13 +94,11 @@ def verified_by_another(path: Path) -> Saved:
 
 def _files(path: Path) -> set[str]:
     """Returns the relative names of the files under `path`, except the manifest."""
-    if path.is_symlink():
-        raise Damaged(f"{path}: is a symlink")
     names = set()
+    _require_no_link(path)
     for folder, folders, files in os.walk(path):  # does not enter symlinks
         for child in (Path(folder) / name for name in (*folders, *files)):
-            if child.is_symlink():
-                raise Damaged(f"{child}: is a symlink")
+            _require_no_link(child)
             if child.is_file():
                 names.add(child.relative_to(path).as_posix())
             elif not child.is_dir():  # opening a pipe would wait forever
@@ -109,10 +106,14 @@ def _files(path: Path) -> set[str]:
     return names - {NAME}
 
 
+def _require_no_link(path: Path) -> None:
+    if path.is_symlink():
+        raise Damaged(f"{path}: is a symlink")
+
+
 def _read(path: Path) -> _Manifest:
     file = path / NAME
-    if file.is_symlink():
-        raise Damaged(f"{file}: is a symlink")
+    _require_no_link(file)
     if not file.is_file():
         raise Damaged(f"{file}: missing")
     try:
