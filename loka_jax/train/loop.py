@@ -18,7 +18,7 @@ from loka_jax.train.build import Run
 from loka_jax.train.checkpoints import row_layout
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.evaluation import quality
-from loka_jax.train.folder.record import RunRecord
+from loka_jax.train.folder.record import AMAXES, PLAN, SCALES, RunRecord
 from loka_jax.train.logs import log_lines
 from loka_jax.train.logs.progress import TrainingProgress
 from loka_jax.train.logs.timing import Clock, Profiler
@@ -191,7 +191,7 @@ class Loop:
     def _change(self, change: replan.Change, progress: Progress):
         """Follows another plan from now on, with the progress that goes with it."""
         self.run, self.state = replan.replanned(self.run, self.state, change.plan)
-        self._record.write_plan(change.plan)
+        self._record.write(PLAN, as_json(change.plan))
         changes = (*progress.changes, *change.said)
         self.progress = dataclasses.replace(
             progress, changes=changes, replanned=progress.step
@@ -275,10 +275,10 @@ class Loop:
         judged = guard.judged(*self._judged())
         self.progress = dataclasses.replace(self.progress, guard=judged)
         if scales := log_lines.scales(self.state):
-            self._record.log_scales(step, scales)
+            self._record.log({"step": step, **scales}, SCALES)
         self.progress = self._looks.read(self.progress)
         if amaxes := log_lines.amaxes(self.state):
-            self._record.log_amaxes(step, amaxes)
+            self._record.log({"step": step, **amaxes}, AMAXES)
         self._display.numbers(step, line)
         seen = metrics.init_like(self.state.metrics)
         self.state = dataclasses.replace(self.state, metrics=seen)

@@ -16,6 +16,7 @@ from rich.console import Console
 from loka_jax import jsonfile
 from loka_jax.commands import as_commands
 from loka_jax.data import Position
+from loka_jax.dispatch.plan import as_json
 from loka_jax.report import write_run_page
 from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train import next_day
@@ -24,7 +25,7 @@ from loka_jax.train.checkpoints.checkpoint import Checkpoints, require_space
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import Config
-from loka_jax.train.folder.record import BEST, RunRecord, read_run
+from loka_jax.train.folder.record import BEST, PLAN, SITES, SUMMARY, RunRecord, read_run
 from loka_jax.train.folder.source_run import SourceRun, keep_encoding, open_run
 from loka_jax.train.folder.workdir import choose_workdir, workdir_of
 from loka_jax.train.logs import log_lines
@@ -145,14 +146,14 @@ def train(
         with stop.deferred():  # a run that is stopped before leaves nothing
             _begin_record(record, loop, start)
             loop.train(stop)
-        record.write_sites([site.as_row() for site in loop.run.running_sites])
+        record.write(SITES, [site.as_row() for site in loop.run.running_sites])
         with display.doing("evaluating"):
             summary = summarize(loop, stop, record)
         command = as_commands(
             shlex.join(["python", f"experiments/{script}", *arguments])
         )
         page = workdir / "report.html"
-        record.write_summary(summary | {"command": command})
+        record.write(SUMMARY, summary | {"command": command})
         if processes.is_first:
             with display.doing("writing the report"):
                 write_run_page(page, read_run(workdir))
@@ -344,8 +345,8 @@ def _begin_record(record: RunRecord, loop: Loop, start: SourceRun | None):
         keep_encoding(run.splits, record.workdir)
     if is_new and progress.days:
         record.log(log_lines.day(progress))
-    record.write_sites([site.as_row() for site in run.running_sites])
-    record.write_plan(run.plan)
+    record.write(SITES, [site.as_row() for site in run.running_sites])
+    record.write(PLAN, as_json(run.plan))
 
 
 def _dry_run(config: Config, console: Console, display: TrainingProgress) -> int:

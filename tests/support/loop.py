@@ -172,9 +172,9 @@ class StandInRun(Run):
 class _Record(RunRecord):
     def __init__(self, events):
         self.events, self.lines = events, []
-        self.write_plan = mock.Mock()
+        self.write = mock.Mock()
 
-    def log(self, line):
+    def log(self, line, name="metrics.jsonl"):
         self.events.append(f"log {line['kind']} {line['step']}")
         self.lines.append(line)
 

@@ -4,7 +4,7 @@
     plan.json       the choices for the sites, if there are any
     metrics.jsonl   one line per logged step or evaluation
     scales.jsonl    one line of delayed scales per logged step, by site and operand
-    amaxes.jsonl    one line of amaxes per logged step, where Probe observes
+    amaxes.jsonl    one line of amaxes per logged step, likewise, where Probe observes
     sites.json      what runs at each site, and why not FP8
     evaluation.json the final evaluation by predictions, and by values of columns
     scores.npy      logits, labels and weights of the examples behind it, by label if
@@ -35,7 +35,6 @@ import jax
 import loka_jax
 from loka_jax import jsonfile, saved_format
 from loka_jax.data.shards import ShardFolder
-from loka_jax.dispatch.plan import DispatchPlan, as_json
 from loka_jax.jsonfile import as_dict
 from loka_jax.options import option_of
 from loka_jax.report import RunFiles
@@ -81,7 +80,6 @@ class RunRecord(contextlib.AbstractContextManager):
         """Locks `workdir`, creating it if necessary; call `start` before logging.
 
         Args:
-            workdir: the run's folder.
             config: the resolved config, as JSON values.
             resume: whether to resume the run in the folder.
             may_change: dotted names of fields in which a resumed run's config may
@@ -122,16 +120,11 @@ class RunRecord(contextlib.AbstractContextManager):
         self.close()
 
     def start(self, step: int) -> None:
-        """Writes config.json, and drops what a later step or an earlier end left.
-
-        Args:
-            step: the restored step, 0 for the start.
-        """
-        if not self.writes:
-            return
+        """Writes config.json, and drops what a run after `step` or its end left."""
         self._made = []
         self.write(CONFIG, {saved_format.KEY: saved_format.RUN, **self._config})
-        for name in (SUMMARY, EVALUATION, scores_file.NAME):  # this run has not ended
+        ends = (SUMMARY, EVALUATION, scores_file.NAME)  # this run has not ended
+        for name in ends if self.writes else ():
             (self.workdir / name).unlink(missing_ok=True)
         self.truncate(step)
 
@@ -146,27 +139,21 @@ class RunRecord(contextlib.AbstractContextManager):
                 text = "".join(jsonfile.dumps(line) + "\n" for line in kept)
                 jsonfile.write_text(path, text)
 
-    def log(self, line: Mapping[str, Any]) -> None:
-        """Appends a line to metrics.jsonl; its `kind` is "train" or "eval"."""
-        self._append(METRICS, line)
-        if self._tensorboard:
+    def log(self, line: Mapping[str, Any], name: str = METRICS) -> None:
+        """Appends a line with its step to a file, that of metrics with its `kind`."""
+        if not self.writes:
+            return
+        if name not in self._files:
+            self._files[name] = open(self.workdir / name, "a", encoding="utf-8")
+        self._files[name].write(jsonfile.dumps(dict(line)) + "\n")
+        self._files[name].flush()
+        if self._tensorboard and name == METRICS:
             self._log_events(line)
 
-    def log_scales(self, step: int, scales: Mapping[str, Any]) -> None:
-        """Appends the scales of `step`, keyed "<site>/<lhs|rhs|g>", to scales.jsonl."""
-        self._append(SCALES, {"step": step, **scales})
-
-    def log_amaxes(self, step: int, amaxes: Mapping[str, Any]) -> None:
-        """Appends the amaxes that Probe observed last, with keys as in `log_scales`."""
-        self._append(AMAXES, {"step": step, **amaxes})
-
-    def write_sites(self, sites: Sequence[Mapping[str, Any]]) -> None:
-        """Writes sites.json: path, shape, what runs per role, and why not FP8."""
-        self.write(SITES, sites)
-
-    def write_plan(self, plan: DispatchPlan) -> None:
-        """Writes plan.json, the plan that the run follows now."""
-        self.write(PLAN, as_json(plan))
+    def write(self, name: str, value: object) -> None:
+        """Writes a JSON file of the workdir in one step."""
+        if self.writes:
+            jsonfile.write(self.workdir / name, value)
 
     def write_scores(
         self,
@@ -194,15 +181,6 @@ class RunRecord(contextlib.AbstractContextManager):
         self.write(EVALUATION, {"split": split} | content)
         scores_file.write_scores(self.workdir, scores)
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Writes summary.json."""
-        self.write(SUMMARY, summary)
-
-    def write(self, name: str, value: object) -> None:
-        """Writes a JSON file of the workdir in one step."""
-        if self.writes:
-            jsonfile.write(self.workdir / name, value)
-
     def close(self) -> None:
         """Closes the files and unlocks the workdir; an unused new one is removed."""
         self._close_files()
@@ -212,20 +190,10 @@ class RunRecord(contextlib.AbstractContextManager):
             self._lock.close()
 
     def _close_files(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files = {}
-        if self._events is not None:
-            self._events.close()
-            self._events = None
-
-    def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        if not self.writes:
-            return
-        if name not in self._files:
-            self._files[name] = open(self.workdir / name, "a", encoding="utf-8")
-        self._files[name].write(jsonfile.dumps(dict(line)) + "\n")
-        self._files[name].flush()
+        for file in (*self._files.values(), self._events):
+            if file is not None:
+                file.close()
+        self._files, self._events = {}, None
 
     def _log_events(self, line: Mapping[str, Any]) -> None:
         step = int(line["step"])
@@ -346,7 +314,7 @@ def _check_owner(
     refused = [
         f"{option_of(field)}: {values}"
         for field, values in changed
-        if not any(_covers(name, field) for name in may_change)
+        if not any(f"{field}.".startswith(f"{name}.") for name in may_change)
     ]
     if refused:
         refused.sort(key=lambda line: ": not saved" in line)  # those given come first
@@ -366,7 +334,3 @@ def _left_of_a_run(workdir: Path) -> str | None:
         if (workdir / name).is_dir() and steps_in(workdir / name):
             return name
     return METRICS if (workdir / METRICS).exists() else None
-
-
-def _covers(name: str, field: str) -> bool:
-    return field == name or field.startswith(f"{name}.")

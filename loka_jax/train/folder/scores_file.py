@@ -22,27 +22,18 @@ _FIELDS = [(name, np.float32) for name in Scored._fields]
 def write_scores(workdir: str | os.PathLike, scores: Mapping[str, Scores]) -> None:
     """Writes a NumPy file with a record for each example, in one step.
 
-    Args:
-        workdir: the folder.
-        scores: of the same examples, by label.
+    The scores are of the same examples, by label.
     """
-    by_label = {name: _records(part) for name, part in scores.items()}
-    (records, *others) = by_label.values()
-    if others:
-        together = [(name, _FIELDS) for name in by_label]
-        records = np.empty(len(records), together)
-        for name, part in by_label.items():
-            records[name] = part
+    (first, *others) = scores.values()
+    dtype = [(name, _FIELDS) for name in scores] if others else _FIELDS
+    records = np.empty(len(first.logits), dtype)
+    for name, part in scores.items():
+        own = records[name] if others else records
+        for field in Scored._fields:
+            own[field] = getattr(part, field)
     file = io.BytesIO()
     np.save(file, records)
     jsonfile.write_bytes(pathlib.Path(workdir) / NAME, file.getvalue())
-
-
-def _records(scores: Scores) -> np.ndarray:
-    records = np.empty(len(scores.logits), _FIELDS)
-    for name in Scored._fields:
-        records[name] = getattr(scores, name)
-    return records
 
 
 def read_scores(workdir: str | os.PathLike) -> dict[str, Scored]:

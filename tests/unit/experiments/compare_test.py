@@ -31,7 +31,7 @@ def leave_run(workdir, *, ne, label="click"):
         record.start(0)
         record.log(eval_line(5, ne=ne))
         record.write_scores({label: scores}, "test", ["C1"])
-        record.write_summary(summary)
+        record.write(SUMMARY, summary)
     return str(workdir)
 
 
