@@ -158,7 +158,7 @@ def train(
             with display.doing("writing the report"):
                 write_run_page(page, read_run(workdir))
         display.close()
-        print_end(console, summary, page, loop.saved_step())
+        print_end(console, summary, page, loop.checkpoints.latest_step())
         return Trained(stop.exit_code, workdir, loop.run, loop.state)
 
 

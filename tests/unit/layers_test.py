@@ -37,7 +37,7 @@ model planning
 planner build
 watch
 evaluation
-logs steps_per_call
+logs
 folder
 loop
 next_day summary

@@ -17,14 +17,14 @@ MISTAKES = [
     Mistake(
         "rows are not made equal before an evaluation",
         LOOP,
-        '        self._sync()\n        with self._display.doing("evaluating"):\n',
-        '        with self._display.doing("evaluating"):\n',
+        '        self._sync()\n        with self.display.doing("evaluating"):\n',
+        '        with self.display.doing("evaluating"):\n',
         "unit/train/loop_test.py",
     ),
     Mistake(
         "a best state from after a return stays",
         LOOP,
-        "        self._best.drop_after(self.progress.step)\n",
+        "        self.best.drop_after(self.progress.step)\n",
         "",
         "unit/train/loop_test.py",
     ),
@@ -107,10 +107,10 @@ MISTAKES = [
     ),
     Mistake(
         "a call of several steps passes over a look at operands",
-        "loka_jax/train/steps_per_call.py",
+        "loka_jax/train/loop.py",
         "        loop.look_every,\n",
         "",
-        "unit/train/steps_per_call_test.py",
+        "unit/train/steps_at_once_test.py",
     ),
     Mistake(
         "later best states survive a resumed run",

@@ -364,7 +364,7 @@ def test_rates_are_of_training_alone(monkeypatch):
     # One batch of the last four is not full.
     rates = [line["examples_per_second"] for line in lines]
     assert rates == pytest.approx([SIZE / 0.5, (SIZE - 3) / 0.5], rel=0.01)
-    assert made.loop.examples_per_second() == pytest.approx(212 / 3.5)
+    assert made.loop.clock.session_rate(made.loop.progress) == pytest.approx(212 / 3.5)
 
 
 def test_scales_are_logged_and_the_watchdog_hears_of_each_step(monkeypatch):
