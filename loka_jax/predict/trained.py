@@ -3,13 +3,11 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from loka_jax import nn
 from loka_jax.data import Schema
 from loka_jax.optim.rows import Sgd
-from loka_jax.train import metrics
 from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import Config
 from loka_jax.train.folder.source_run import SourceRun
@@ -86,17 +84,4 @@ def _initial(config: Config, net: RunModel, num_dense: int) -> dict[str, Any]:
 
 def _as_state(parts: dict[str, Any]) -> TrainState:
     """Returns a state with these parts; scores depend on nothing else."""
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(
-        **parts,
-        step=zero,
-        probe={},
-        opt_state=(),
-        row_state=(),
-        lr_scale=jnp.ones((), jnp.float32),
-        skipped=zero,
-        skipped_in_a_row=zero,
-        bad_ids=zero,
-        grad_norm=jnp.zeros((), jnp.float32),
-        metrics=metrics.init(),
-    )
+    return TrainState.at_start(**parts, probe={}, opt_state=(), row_state=())

@@ -43,13 +43,13 @@ class Scores(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums over the examples of each group."""
+    """Sums over the examples of each group, [G]."""
 
-    count: Int[np.ndarray, "G"]
-    weight: Float[np.ndarray, "G"]
-    squared_weight: Float[np.ndarray, "G"]
-    prediction: Float[np.ndarray, "G"]
-    label: Float[np.ndarray, "G"]
+    count: np.ndarray
+    weight: np.ndarray
+    squared_weight: np.ndarray
+    prediction: np.ndarray
+    label: np.ndarray
 
 
 def breakdown(scores: Scores, columns: Sequence[str]) -> dict[str, Any]:
@@ -57,10 +57,12 @@ def breakdown(scores: Scores, columns: Sequence[str]) -> dict[str, Any]:
 
     Both are of the examples that have the label.
     """
-    scores = sort_by_logit(with_label(scores))
+    scores = Scores(*(part[~np.isnan(scores.labels)] for part in scores))
+    order = np.argsort(scores.logits, kind="stable")
+    scores = Scores(*(part[order] for part in scores))
     return {
         "examples": len(scores.logits),
-        "calibration_curve": calibration_curve(scores),
+        "calibration_curve": _calibration_curve(scores),
         "columns": [
             {"column": name} | by_value(scores, field)
             for field, name in enumerate(columns)
@@ -86,36 +88,24 @@ def with_names(
     return [named(column) for column in columns]
 
 
-def with_label(scores: Scores) -> Scores:
-    """Returns the examples that have the label."""
-    is_known = ~np.isnan(scores.labels)
-    return Scores(*(part[is_known] for part in scores))
-
-
-def sort_by_logit(scores: Scores) -> Scores:
-    """Returns the examples in the order of their logits."""
-    order = np.argsort(scores.logits, kind="stable")
-    return Scores(*(part[order] for part in scores))
-
-
-def calibration_curve(scores: Scores, bins: int = BINS) -> list[dict[str, Any]]:
+def _calibration_curve(scores: Scores) -> list[dict[str, Any]]:
     """Returns mean prediction and mean label of bins of equally many examples.
 
     Equal logits share a bin, so that there can be fewer.
     """
     logits = scores.logits
-    edges = logits[np.arange(1, bins) * len(logits) // bins] if len(logits) else []
+    edges = logits[np.arange(1, BINS) * len(logits) // BINS] if len(logits) else []
     starts = np.unique(np.searchsorted(logits, edges))
     groups = np.searchsorted(starts, np.arange(len(logits)), side="right")
     sums = _sums(scores, groups, len(starts) + 1)
     return [_rates(sums, i) for i in np.flatnonzero(sums.count).tolist()]
 
 
-def by_value(scores: Scores, field: int, count: int = VALUES) -> dict[str, Any]:
+def by_value(scores: Scores, field: int) -> dict[str, Any]:
     """Returns the AUC within the values of a column, and its most frequent values.
 
-    Args:
-        field: the column's place in `Scores.ids`.
+    The column is that at a place of `Scores.ids`; the scores are in the order of their
+    logits.
 
     Returns:
         auc_within: None if no value has both labels.
@@ -128,7 +118,7 @@ def by_value(scores: Scores, field: int, count: int = VALUES) -> dict[str, Any]:
     aucs = _aucs(scores, groups)
     has_auc = np.isfinite(aucs)
     covered = float(sums.weight[has_auc].sum())
-    frequent = np.argsort(-sums.count, kind="stable")[:count]
+    frequent = np.argsort(-sums.count, kind="stable")[:VALUES]
     return {
         "num_values": len(values),
         "auc_within": _ratio(float((aucs * sums.weight)[has_auc].sum()), covered),

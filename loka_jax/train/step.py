@@ -67,8 +67,6 @@ def make_train_step(
     Args:
         model: maps dense features and embeddings to logits. A model with a
             `compute_dtype` gets embeddings of that dtype.
-        placement: where the tables are, and the other parts of a batch.
-        row_update: how the tables' rows are updated.
         microbatches: parts of the batch whose gradients are accumulated. Except for
             batch norm, the result equals that of the whole batch up to rounding; FP8
             state is merged by the maximum.

@@ -82,9 +82,7 @@ def evaluated(
 ) -> dict[str, Any]:
     """Returns the numbers of an evaluation, see `by_task`.
 
-    Args:
-        logits: float32 [N], or [N, T] of several tasks.
-        labels: of the same shape; NaN where one is missing.
+    Logits and labels are [N], or [N, T] of several tasks; a missing label is NaN.
     """
     numbers = {}
     for task, (name, part) in enumerate(

@@ -23,11 +23,7 @@ _STATM = pathlib.Path("/proc/self/statm")
 def training(
     run: Run, state: TrainState, progress: Progress, rate: float | None
 ) -> dict[str, Any]:
-    """Returns the line on the training examples since the line before.
-
-    Args:
-        rate: examples per second since the line before, without compilation.
-    """
+    """Returns the line on the training examples since the one before, with a rate."""
     names = run.splits.train.schema.labels
     parts = map(metrics.compute, metrics.split_tasks(state.metrics))
     values = by_task(dict(zip(names, parts, strict=True)))
@@ -73,12 +69,9 @@ def _line(kind: str, progress: Progress) -> dict[str, Any]:
 
 
 def memory_bytes() -> dict[str, int | None]:
-    """Returns the largest number of bytes held on the device, and those on the host.
+    """Returns the most bytes held on the device so far, and those on the host now.
 
-    Returns:
-        device_peak_bytes: since the process started; None on a backend that does not
-            tell, such as the CPU.
-        host_bytes: resident now; None on a system without /proc.
+    Each is None where the backend, such as the CPU, or the system does not tell.
     """
     stats = jax.local_devices()[0].memory_stats() or {}
     host = None

@@ -54,17 +54,11 @@ class Clock:
         return self._count != before
 
     def compile_seconds(self) -> float:
-        """Returns the seconds of lowering and compiling since the start.
-
-        Those of threads that compile at the same time are added.
-        """
+        """Returns the seconds that all threads lowered and compiled since the start."""
         return self._compiled.seconds - self._compiled_before
 
     def rate(self, progress: Progress) -> float | None:
-        """Returns the examples per second since the last `mark` or `rewind`.
-
-        None if there was no step since.
-        """
+        """Returns the examples per second since the last `mark` or `rewind`, if any."""
         return _rate(*self._elapsed(progress))
 
     def mark(self, progress: Progress) -> None:
