@@ -40,17 +40,11 @@ _MAX_FIRST_STEPS = 16
 
 @dataclasses.dataclass(eq=False)
 class Loop:
-    """A run in progress: its state, its record and its checkpoints.
+    """A run in progress: its state, which steps donate, its record and checkpoints.
 
     Attributes:
-        run: the built run.
-        state: the device's state, which the loop may donate.
-        progress: the host's state.
-        record: receives the log lines.
-        checkpoints: the checkpoints of the newest steps.
-        best: the checkpoint of the best evaluation.
-        display: shows the progress to the user.
-        profiler: traces some steps.
+        checkpoints: of the newest steps.
+        best: of the best evaluation.
         clock: measures the session's time.
     """
 
@@ -90,14 +84,19 @@ class Loop:
     def _train(self, stop: StopRequest):
         loop = self.run.config.loop
         self.clock.restart()
+        left = max(self.run.total_steps - self.progress.step, 0)
+        if self.progress.plateau.stop:  # early stopping
+            left = 0
         start = self.progress.position
-        with self.run.prefetched(start, self._remaining()) as batches:
+        with self.run.prefetched(start, left) as batches:
             source = iter(self.run.placement.look_ahead(batches))
             while pairs := list(itertools.islice(source, self._steps_at_once())):
                 self._look_at_operands(pairs[0][1])
                 self.step(pairs)
                 self._look_at_scales(pairs[-1][1])
-                self._leave_out_compilation()
+                if self.clock.has_compiled():  # which no rate is to count
+                    self._tick()
+                    self.clock.rewind(self.progress)
                 if self._is_due(loop.log_every):
                     self._log()
                 if self._evaluation_is_due():
@@ -163,11 +162,10 @@ class Loop:
         self.display.step(self.progress.step)
 
     def _steps_at_once(self) -> int:
+        run, step = self.run, self.progress.step
         if not self._ready_for_initialized_step():
             return 1
-        run = self.run
-        done = run.config, self.progress.step, run.steps_per_epoch, run.total_steps
-        return steps_at_once(*done)
+        return steps_at_once(run.config, step, run.steps_per_epoch, run.total_steps)
 
     def _change(self, change: replan.Change, progress: Progress):
         """Follows another plan from now on, with the progress that goes with it."""
@@ -203,8 +201,7 @@ class Loop:
         self.progress = self._looks.read(self.progress)
         if self._ends():
             return
-        probe = self.state.probe
-        if followed := replan.review(self.run, probe, self.progress):
+        if followed := replan.review(self.run, self.state.probe, self.progress):
             self._change(*followed)
 
     def _ready_for_initialized_step(self) -> bool:
@@ -214,12 +211,6 @@ class Loop:
             is_late = steps >= _MAX_FIRST_STEPS
             self._scales_initialized = is_late or scales_initialized(self.state)
         return self._scales_initialized
-
-    def _remaining(self) -> int:
-        """Returns the number of steps left, 0 after early stopping."""
-        if self.progress.plateau.stop:
-            return 0
-        return max(self.run.total_steps - self.progress.step, 0)
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.progress.step % every == 0
@@ -241,12 +232,6 @@ class Loop:
 
     def _tick(self):
         self.progress = self.clock.tick(self.state, self.progress)
-
-    def _leave_out_compilation(self):
-        """Begins a new window for the rate after a step that compiled something."""
-        if self.clock.has_compiled():
-            self._tick()
-            self.clock.rewind(self.progress)
 
     def _log(self):
         self._tick()
@@ -360,9 +345,7 @@ def steps_at_once(config: Config, step: int, steps_per_epoch: int, end: int) -> 
     runs do the same at the same steps, and steps that Probe observes are taken one by
     one.
 
-    Args:
-        step: steps taken so far.
-        end: the run's last step.
+    `step` have been taken, of `end`.
     """
     loop, traced = config.loop, config.run.profile_steps()
     count = loop.steps_per_call

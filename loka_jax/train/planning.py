@@ -33,19 +33,12 @@ OBSERVING_SECONDS = 300.0
 
 
 class ChosenPlan(NamedTuple):
-    """A plan, and notes for the user.
-
-    Attributes:
-        plan: without the sites for which the modules decide.
-        notes: sentences.
-        performance: by which it was made; None without one.
-        is_observed: Probe is to observe a run that leaves it to its plan.
-    """
+    """A plan, notes for the user, and by what it was made, if by times."""
 
     plan: DispatchPlan
     notes: tuple[str, ...] = ()
     performance: PerformanceModel | None = None
-    is_observed: bool = False
+    is_observed: bool = False  # Probe is to observe a run that leaves it to its plan
 
 
 def choose_plan(

@@ -69,12 +69,8 @@ _MAY_CHANGE = (
 class Trained(NamedTuple):
     """The result of a session; all but the exit code are None if nothing was trained.
 
-    Attributes:
-        exit_code: 0 when done, 130 or 143 when stopped by Ctrl-C or SIGTERM after
-            saving.
-        workdir: the folder of the run's files.
-        run: the trained run.
-        state: the state after the last step.
+    The exit code is 0 when done, 130 or 143 when stopped by Ctrl-C or SIGTERM after
+    saving. The state is that after the last step.
     """
 
     exit_code: int
@@ -223,8 +219,15 @@ def _build(
 
     plan = None if start is None else start.saved.meta.get("plan", {})
     run = build_in_turn(processes, build_run, plan)
-    if saved is not None:
-        _require_same_data(saved, run)
+    if saved is None:
+        return run
+    changed = jsonfile.explain_mismatch(saved.meta.get("data"), run.splits.identity)
+    if changed:
+        raise ValueError(
+            f"the data differ from those of the checkpoint at step {saved.step} "
+            f"({'; '.join(changed[:5])}): put the old data back, or train in another "
+            "--workdir."
+        )
     return run
 
 
@@ -243,34 +246,16 @@ def _print_run(run: Run, console: Console):
         console.print(used_devices(*run.placement.shape))
     print_sites(console, run.running_sites)
     print_plan(console, run.plan, run.plan_notes)
-    if note := _host_note(run):
-        console.print(note)
+    is_on_gpus = run.placement.size > 1 and jax.default_backend() == "gpu"
+    if is_on_gpus and config.mesh.sync_every == 1:
+        size = config.loop.batch_size // run.placement.size
+        workload, mesh = workload_of(config, schema, size), Mesh(*run.placement.shape)
+        if note := host_note(workload, mesh, run.total_steps):
+            console.print(note)
     if config.run.profile_steps().start >= run.total_steps:
         raise ValueError(
             f"--profile {config.run.profile} starts after the run's last step "
             f"{run.total_steps - 1}: start earlier."
-        )
-
-
-def _host_note(run: Run) -> str | None:
-    """Returns what several steps a call may save of a run over several GPUs."""
-    config, placement = run.config, run.placement
-    is_on_gpus = placement.size > 1 and jax.default_backend() == "gpu"
-    if not is_on_gpus or config.mesh.sync_every > 1:
-        return None
-    size = config.loop.batch_size // placement.size
-    workload = workload_of(config, run.splits.train.schema, size)
-    return host_note(workload, Mesh(*placement.shape), run.total_steps)
-
-
-def _require_same_data(saved: Saved, run: Run):
-    """Raises ValueError if a checkpoint was trained on other data than the run's."""
-    changed = jsonfile.explain_mismatch(saved.meta.get("data"), run.splits.identity)
-    if changed:
-        raise ValueError(
-            f"the data differ from those of the checkpoint at step {saved.step} "
-            f"({'; '.join(changed[:5])}): put the old data back, or train in another "
-            "--workdir."
         )
 
 
@@ -362,15 +347,10 @@ def _dry_run(config: Config, console: Console, display: TrainingProgress) -> int
         start = next_day.source_of(config)
     run = _build(config, console, display, start)
     with display.doing("compiling"):
-        return _compile(run, console)
-
-
-def _compile(run: Run, console: Console) -> int:
-    """Compiles a training step and prints what it holds."""
-    state = jax.eval_shape(run.init)
-    batch = run.read(run.splits.train, 0)
-    compiled = run.train_step(scales_initialized=False).lower(state, batch).compile()
-    memory = compiled.memory_analysis()
+        state = jax.eval_shape(run.init)
+        batch = run.read(run.splits.train, 0)
+        step = run.train_step(scales_initialized=False)
+        memory = step.lower(state, batch).compile().memory_analysis()
     if memory is not None:
         held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         console.print(f"One step compiles; it holds {held / 2**20:,.0f} MiB.")

@@ -69,7 +69,7 @@ def verify(path: Path) -> Saved:
     """
     try:
         present = _files(path)
-        manifest = _read(path)
+        manifest = read(path)
         # If the sets are equal, no listed path points outside the directory.
         if missing := sorted(manifest.files.keys() - present):
             raise Damaged(f"{path / missing[0]}: missing")
@@ -85,11 +85,6 @@ def verify(path: Path) -> Saved:
             f"cannot read {error.filename} ({error.strerror}): check its permissions."
         ) from None
     return manifest.content
-
-
-def verified_by_another(path: Path) -> Saved:
-    """Returns what is saved in `path`, whose files another process has checked."""
-    return _read(path).content
 
 
 def _files(path: Path) -> set[str]:
@@ -111,7 +106,8 @@ def _require_no_link(path: Path) -> None:
         raise Damaged(f"{path}: is a symlink")
 
 
-def _read(path: Path) -> _Manifest:
+def read(path: Path) -> _Manifest:
+    """Returns the manifest in `path`, whose files it does not check."""
     file = path / NAME
     _require_no_link(file)
     if not file.is_file():

@@ -164,11 +164,7 @@ class RunRecord(contextlib.AbstractContextManager):
     ) -> None:
         """Writes scores.npy, and the breakdown of these examples to evaluation.json.
 
-        Args:
-            scores: of the examples, by label.
-            split: their name.
-            columns: the names of the categorical columns.
-            encoding: has the names of their values; None for generated data.
+        The scores are by label; the encoding has the names of the columns' values.
         """
         if not self.writes:
             return

@@ -19,21 +19,13 @@ from loka_jax.train.folder.record import BEST, CONFIG, ENCODING, saved_config
 
 
 class SourceRun(NamedTuple):
-    """A run to predict with, or to go on from.
-
-    Attributes:
-        workdir: its folder.
-        config: its configuration.
-        checkpoints: the folder of the checkpoint.
-        saved: the checkpoint.
-        is_resumed: it goes on itself, at the step of the checkpoint.
-    """
+    """A run to predict with, or to go on from, at one of its checkpoints."""
 
     workdir: pathlib.Path
     config: Config
     checkpoints: Checkpoints
     saved: Saved
-    is_resumed: bool = False
+    is_resumed: bool = False  # it goes on itself, at this step
 
     def encoding(self) -> ShardFolder:
         """Returns the folder of its encoding.
@@ -64,11 +56,7 @@ class SourceRun(NamedTuple):
 
 
 def open_run(workdir: pathlib.Path, *, best: bool) -> SourceRun:
-    """Returns a run at its newest checkpoint.
-
-    Args:
-        workdir: the folder of the run.
-        best: whether to take the checkpoint of the best evaluation, if there is one.
+    """Returns a run at its newest checkpoint, or that of its best evaluation, if any.
 
     Raises:
         ValueError: if the folder holds no run, or none of its checkpoints is whole.
