@@ -8,9 +8,9 @@ from jaxtyping import Float
 
 from loka_jax.data import Dataset, Position
 from loka_jax.train import metrics, tasks
-from loka_jax.train.breakdown import Scores
 from loka_jax.train.build import Run
 from loka_jax.train.processes import watchdog
+from loka_jax.train.scores import Scores
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import past_first_steps
 

@@ -158,7 +158,11 @@ def compute(state: MetricState) -> dict[str, float | int | None]:
     """
     host: MetricState = jax.device_get(state)
     if unusable := int(host.unusable):
-        raise ValueError(f"{unusable} rows have a {_refusal(host)}.")
+        allowed = "0 and 1" if host.weight is None else "0 and positive numbers"
+        raise ValueError(
+            f"{unusable} rows have a label other than 0 and 1, or a weight other than "
+            f"{allowed}: use these, and weight 0 for padding rows."
+        )
     finite, non_finite = int(host.count), int(host.non_finite)
     counts = {"count": finite + non_finite, "non_finite": non_finite}
     if non_finite or not finite:
@@ -176,18 +180,6 @@ def compute(state: MetricState) -> dict[str, float | int | None]:
         mean_prediction,
     )
     return dict(zip(_NUMBERS, values, strict=True)) | counts
-
-
-def _refusal(host: MetricState) -> str:
-    if host.weight is None:
-        return (
-            "weight or label other than 0 and 1: use labels 0 and 1, and weight 0 only "
-            "for padding rows"
-        )
-    return (
-        "label other than 0 and 1, or a weight that is negative or not finite: use "
-        "labels 0 and 1, and positive weights"
-    )
 
 
 def _weights(host: MetricState) -> tuple[float, float]:

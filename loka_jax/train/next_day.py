@@ -55,17 +55,14 @@ def source_of(config: Config) -> SourceRun | None:
         return None
     source = open_run(config.init_from, best=True)
     pairs = jsonfile.explain_mismatch(source.config.identity(), config.identity())
-    changed = [line for line in pairs if _is_fixed(line.split(": ", 1)[0])]
+    fixed = ("model.", *(f"{field}: " for field in _FIXED))
+    changed = [line for line in pairs if line.startswith(fixed)]
     if changed:
         raise ValueError(
             f"--init-from {config.init_from} is a run with another model or optimizer "
             f"({'; '.join(changed[:5])}): leave out these options, and --config."
         )
     return source
-
-
-def _is_fixed(field: str) -> bool:
-    return field in _FIXED or field.startswith("model.")
 
 
 def initial_state(run: Run, source: SourceRun) -> TrainState:

@@ -27,7 +27,7 @@ export
 """
 TRAIN = """
 processes tables metrics
-checkpoints state tasks breakdown
+checkpoints state tasks scores
 gradients
 placement
 step

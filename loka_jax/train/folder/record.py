@@ -39,9 +39,8 @@ from loka_jax.jsonfile import as_dict
 from loka_jax.options import option_of
 from loka_jax.report import RunFiles
 from loka_jax.saved_format import CHECKPOINTS, steps_in, without_key
-from loka_jax.train.breakdown import Scores, breakdown, with_names
-from loka_jax.train.folder import scores_file
 from loka_jax.train.folder import workdir as workdirs
+from loka_jax.train.scores import SCORES, Scores, breakdown, with_names, write_scores
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"
@@ -49,16 +48,7 @@ PLAN = "plan.json"
 BEST = "best"
 EVALUATION = "evaluation.json"
 ENCODING = "encoding"
-_PACKAGES = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "numpy",
-    "pyarrow",
-    "jax-triton",
-)
+_PACKAGES = "jax jaxlib flax optax orbax-checkpoint numpy pyarrow jax-triton".split()
 
 
 class RunRecord(contextlib.AbstractContextManager):
@@ -123,7 +113,7 @@ class RunRecord(contextlib.AbstractContextManager):
         """Writes config.json, and drops what a run after `step` or its end left."""
         self._made = []
         self.write(CONFIG, {saved_format.KEY: saved_format.RUN, **self._config})
-        ends = (SUMMARY, EVALUATION, scores_file.NAME)  # this run has not ended
+        ends = (SUMMARY, EVALUATION, SCORES)  # this run has not ended
         for name in ends if self.writes else ():
             (self.workdir / name).unlink(missing_ok=True)
         self.truncate(step)
@@ -175,7 +165,7 @@ class RunRecord(contextlib.AbstractContextManager):
         (first, *others) = tasks.values()
         content = {"tasks": tasks} if others else first
         self.write(EVALUATION, {"split": split} | content)
-        scores_file.write_scores(self.workdir, scores)
+        write_scores(self.workdir, scores)
 
     def close(self) -> None:
         """Closes the files and unlocks the workdir; an unused new one is removed."""

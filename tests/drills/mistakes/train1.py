@@ -156,10 +156,10 @@ MISTAKES = [
     ),
     Mistake(
         "the interval of a rate counts examples, not weights",
-        "loka_jax/train/breakdown.py",
+        "loka_jax/train/scores.py",
         "low, high = wilson(label, total**2 / squares)",
         "low, high = wilson(label, count)",
-        "unit/train/breakdown_test.py",
+        "unit/train/scores_test.py",
     ),
     Mistake(
         "a window's examples count twice in the session's rate",

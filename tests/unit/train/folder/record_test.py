@@ -4,10 +4,9 @@ import os
 import numpy as np
 import pytest
 
-from loka_jax.train.breakdown import Scores
 from loka_jax.train.folder import record
 from loka_jax.train.folder.record import RunRecord, saved_config
-from loka_jax.train.folder.scores_file import read_scores, write_scores
+from loka_jax.train.scores import Scores, read_scores, write_scores
 
 CONFIG = {"name": "fp8_dlrm", "steps": 10, "optim": {"lr": 0.1}}
 SCORES = Scores(

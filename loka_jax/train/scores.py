@@ -1,7 +1,11 @@
-"""What one number hides: calibration by prediction, quality by values of columns.
+"""Scored examples: their file, calibration by prediction, quality by values of columns.
 
-All are of scored examples on the host. For a set of examples with weights w, labels y
-and predictions p = sigmoid(logit)
+`scores.npy` in a workdir has a record for each example of the final evaluation, with
+the fields `logits`, `labels` and `weights`; of several labels, one field for each,
+which has these three. A label that an example lacks is NaN.
+
+The rest are numbers that the mean of all examples hides. For a set of examples with
+weights w, labels y and predictions p = sigmoid(logit)
 
     mean label, mean prediction   = sum w y / sum w,  sum w p / sum w
     calibration                   = sum w p / sum w y
@@ -13,18 +17,25 @@ Intervals are Wilson's, 95 %, of the mean label; that of the calibration divides
 mean prediction by its ends. With weights, n is (sum w)^2 / sum w^2.
 """
 
-from collections.abc import Sequence
+import io
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from loka_jax import jsonfile
 from loka_jax.data.saved_encoding import values_of
 from loka_jax.data.shards import ShardFolder
+from loka_jax.report import Scored
 from loka_jax.terminal import clip
 
 BINS = 15  # of predictions, with equally many examples
 VALUES = 5  # of a column, the most frequent ones
+SCORES = "scores.npy"
+_FIELDS = [(name, np.float32) for name in Scored._fields]
 _Z = 1.959964  # of a 95 % interval
 
 
@@ -196,3 +207,56 @@ def wilson(rate: float, count: float) -> tuple[float, float]:
 
 def _ratio(a: float, b: float) -> float | None:
     return a / b if b else None
+
+
+def write_scores(workdir: str | os.PathLike, scores: Mapping[str, Scores]) -> None:
+    """Writes a NumPy file with a record for each example, in one step.
+
+    The scores are of the same examples, by label.
+    """
+    (first, *others) = scores.values()
+    dtype = [(name, _FIELDS) for name in scores] if others else _FIELDS
+    records = np.empty(len(first.logits), dtype)
+    for name, part in scores.items():
+        own = records[name] if others else records
+        for field in Scored._fields:
+            own[field] = getattr(part, field)
+    file = io.BytesIO()
+    np.save(file, records)
+    jsonfile.write_bytes(pathlib.Path(workdir) / SCORES, file.getvalue())
+
+
+def read_scores(workdir: str | os.PathLike) -> dict[str, Scored]:
+    """Returns the scored examples of a run by label; none if it has none.
+
+    Of a single label the name is "". Of several, each has the examples that have it.
+
+    Raises:
+        ValueError: if the file is not what a run writes.
+    """
+    path = pathlib.Path(workdir) / SCORES
+    if not path.exists():
+        return {}
+    try:
+        with open(path, "rb") as file:
+            records = np.load(file, allow_pickle=False)
+        if records.ndim == 1 and records.dtype == _FIELDS:
+            return {"": _scored(records)}
+        if records.ndim == 1 and records.dtype.names is not None:
+            return {name: _scored(records[name]) for name in records.dtype.names}
+    except (OSError, EOFError, ValueError, IndexError, TypeError):
+        pass
+    raise ValueError(f"{path} is broken: delete it, to do without it.")
+
+
+def _scored(records: np.ndarray) -> Scored:
+    """Returns the examples that have a label.
+
+    Raises:
+        ValueError: if one is not what a run writes.
+    """
+    records = records[~np.isnan(records["labels"])]
+    logits, labels, weights = (records[x].astype(np.float32) for x in Scored._fields)
+    if not np.all(np.isfinite(logits) & np.isin(labels, (0, 1)) & (weights > 0)):
+        raise ValueError("it has other values than scores, labels and weights.")
+    return Scored(logits, labels, weights)
