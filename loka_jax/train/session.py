@@ -23,7 +23,6 @@ from loka_jax.train import next_day
 from loka_jax.train.build import Run, build, build_in_turn
 from loka_jax.train.checkpoints.checkpoint import Checkpoints, require_space
 from loka_jax.train.checkpoints.manifest import Saved
-from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import Config
 from loka_jax.train.folder.record import BEST, PLAN, SITES, SUMMARY, RunRecord, read_run
 from loka_jax.train.folder.source_run import SourceRun, keep_encoding, open_run
@@ -48,7 +47,7 @@ from loka_jax.train.processes.signals import stop_on_signals
 from loka_jax.train.processes.watchdog import Watchdog
 from loka_jax.train.state import TrainState
 from loka_jax.train.summary import print_end, summarize
-from loka_jax.train.watch.host_state import Progress
+from loka_jax.train.watch.host_state import Progress, restored
 
 # Options in which a resumed run may differ from the stopped one.
 _MAY_CHANGE = (
@@ -288,20 +287,17 @@ def _open_loop(
 ) -> Loop:
     """Returns the loop, at its checkpoint, or at step 0 of a run of its own."""
     config, (newest, best), saved = run.config, folders, _resumed(start)
-    progress = Progress(position=Position(0, 0, config.seed))
-    with display.doing("initializing"):
-        if start is None or saved is not None:
-            state = run.init()
-        else:
-            state = next_day.initial_state(run, start)
     if saved is not None:
         with display.doing("reading the checkpoint"):
-            parts = vars(state), run.placement.layout, config.identity()
-            state = TrainState(**read_state(newest, saved, *parts))
-        progress = Progress.from_json(saved.meta.get("progress", {}))
+            run, state, progress = restored(newest, saved, run)
         display.say(resume_note(saved.step, run.total_steps, config.loop))
-    elif config.run.resume:
-        display.say("Nothing was saved yet: starting at step 0.")
+    else:
+        progress = Progress(position=Position(0, 0, config.seed))
+        with display.doing("initializing"):
+            is_first = start is None
+            state = run.init() if is_first else next_day.initial_state(run, start)
+        if config.run.resume:
+            display.say("Nothing was saved yet: starting at step 0.")
     best.drop_after(progress.step)
     keeps_best = config.optim.plateau_patience is not None
     require_space(folders if keeps_best else [newest], state)

@@ -106,8 +106,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         Args:
             step: the number of steps `state` has seen.
             state: a pytree of arrays, including FP8 arrays and typed PRNG keys.
-            meta: finite JSON values, which `newest` returns;
-                `meta["config"]` helps to explain a mismatch.
+            meta: finite JSON values, which `newest` returns.
 
         Returns:
             False if `step` was saved already and nothing was done.
@@ -204,9 +203,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             )
         return None
 
-    def read(
-        self, saved: Saved, template: Any, *, config: dict[str, Any] | None = None
-    ) -> Any:
+    def read(self, saved: Saved, template: Any) -> Any:
         """Returns the state of a verified checkpoint.
 
         Leaves are bit for bit as saved, on the devices of the template's leaves.
@@ -214,17 +211,13 @@ class Checkpoints(contextlib.AbstractContextManager):
         Args:
             saved: from `newest`.
             template: a pytree of arrays or `jax.ShapeDtypeStruct` like the saved state.
-            config: the current config, to explain a template that does not fit.
 
         Raises:
             ValueError: if the tree, a shape or a dtype differs from `template`. Nothing
                 is cast.
         """
-        changed = []
-        if config is not None:
-            changed = jsonfile.explain_mismatch(saved.meta.get("config", {}), config)
         path, named = self._path(saved.step), named_leaves(template)
-        require_fit(saved.leaves, template, path, changed)
+        require_fit(saved.leaves, template, path)
         stored = {name: leaf for name, leaf in named.items() if leaf.size}
         arrays = orbax_files.read(path, stored)
         leaves = [from_host(arrays.get(name), leaf) for name, leaf in named.items()]

@@ -92,14 +92,10 @@ def described(tree: Any) -> dict[str, str]:
     return {name: text(leaf) for name, leaf in named_leaves(tree).items()}
 
 
-def require_fit(
-    saved: dict[str, str], template: Any, path: Path, changed: list[str]
-) -> None:
+def require_fit(saved: dict[str, str], template: Any, path: Path) -> None:
     """Raises ValueError at the first leaf in which checkpoint and template differ.
 
-    Args:
-        saved: the leaves of the checkpoint at `path`, as `described`.
-        changed: the differences between the configs, to explain the error.
+    The leaves of the checkpoint at `path` are as `described`.
     """
     expected = described(template)
     names = [n for n in {**expected, **saved} if saved.get(n) != expected.get(n)]
@@ -107,9 +103,8 @@ def require_fit(
         return
     name = names[0]
     more = f" (and {len(names) - 1} more leaves differ)" if names[1:] else ""
-    reason = f"; the configs differ in {', '.join(changed[:5])}" if changed else ""
     raise ValueError(
         f"{path} does not fit this model: {name!r} is {saved.get(name, 'absent')} "
         f"there and {expected.get(name, 'absent')} here{more}: resume with the config "
-        f"it was saved with, or use another --workdir{reason}."
+        f"it was saved with, or use another --workdir."
     )

@@ -33,7 +33,6 @@ def read_state(
     saved: Saved,
     template: dict[str, Any],
     layout: RowLayout,
-    config: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Returns parts of a checkpoint's state with its rows in the order of a layout.
 
@@ -42,7 +41,7 @@ def read_state(
     tables, shards = layout
     before = saved.meta.get(KEY, 1)
     if before == shards:
-        return checkpoints.read(saved, template, config=config)
+        return checkpoints.read(saved, template)
 
     def as_saved(path: Any, leaf: Any) -> Any:
         spec = _spec_of(path, tables)
@@ -60,7 +59,7 @@ def read_state(
         return from_host(_reordered(leaf, *orders), like)
 
     template_before = jax.tree_util.tree_map_with_path(as_saved, template)
-    state = checkpoints.read(saved, template_before, config=config)
+    state = checkpoints.read(saved, template_before)
     return jax.tree_util.tree_map_with_path(reordered, state, template)
 
 

@@ -45,10 +45,10 @@ def fill(directory, *steps):
             checkpoints.save(step, make_state(step), {"config": {"lr": 0.1}})
 
 
-def restore(directory, template=None, **kwargs):
+def restore(directory, template=None):
     with Checkpoints(directory) as checkpoints:
         saved = checkpoints.newest()
-        state = checkpoints.read(saved, template or make_state(0), **kwargs)
+        state = checkpoints.read(saved, template or make_state(0))
         return saved.step, state, saved.meta
 
 
@@ -164,11 +164,9 @@ def test_all_damaged_is_one_sentence_and_nothing_is_overwritten(copy):
 
 
 def test_a_template_that_does_not_fit_names_the_leaf(saved):
-    there = r"'step' is int32\[\] there and int32\[3\] here"
-    reason = f"{there}.*configs differ in lr: saved 0.1, now 0.2"
+    reason = r"'step' is int32\[\] there and int32\[3\] here: resume with the config"
     with pytest.raises(ValueError, match=reason):
-        other = make_state(0) | {"step": jnp.zeros(3, jnp.int32)}
-        restore(saved, other, config={"lr": 0.2})
+        restore(saved, make_state(0) | {"step": jnp.zeros(3, jnp.int32)})
     assert (saved / "2").is_dir()  # nothing is wrong with it
 
 
