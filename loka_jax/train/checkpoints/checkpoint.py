@@ -105,7 +105,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
         Args:
             step: the number of steps `state` has seen.
-            state: a pytree of arrays, including FP8 arrays and typed PRNG keys.
+            state: a pytree of arrays, including FP8 arrays.
             meta: finite JSON values, which `newest` returns.
 
         Returns:

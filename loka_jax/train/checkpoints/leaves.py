@@ -26,12 +26,8 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return named
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def to_host(leaf: Any) -> np.ndarray | jax.Array:
-    """Returns a copy of a leaf in host memory; the words of a typed PRNG key.
+    """Returns a copy of a leaf in host memory.
 
     A copy, as the array may be donated and its memory reused while Orbax writes. An
     array that processes share stays as it is. One that each process has for itself is
@@ -39,12 +35,11 @@ def to_host(leaf: Any) -> np.ndarray | jax.Array:
     """
     if not getattr(leaf, "is_fully_addressable", True):
         return leaf
-    array = jax.random.key_data(leaf) if _is_key(leaf) else leaf
-    if not isinstance(array, jax.Array) or len(array.sharding.device_set) == 1:
-        return np.array(array, copy=True)
+    if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
+        return np.array(leaf, copy=True)
     # Of an array over several devices JAX would make a copy of its own, and keep it.
-    out = np.empty(array.shape, array.dtype)
-    for shard in array.addressable_shards:
+    out = np.empty(leaf.shape, leaf.dtype)
+    for shard in leaf.addressable_shards:
         if shard.replica_id == 0:
             out[shard.index] = shard.data
     return out
@@ -63,33 +58,17 @@ def from_host(array: np.ndarray | jax.Array | None, template: Any) -> Any:
     if isinstance(template, np.ndarray | np.generic):
         return array
     # An uncommitted array stays so: a committed copy would cause a recompilation.
-    is_uncommitted = template.sharding is None or not getattr(
-        template, "committed", True
-    )
-    if not _is_key(template):
-        if is_uncommitted:
-            return jnp.asarray(array)
-        sharding: Any = template.sharding
-        # No device, and no process, needs all of it on its devices.
-        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
-    impls = []
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), template)
-    leaf = jax.random.wrap_key_data(jnp.asarray(array), impl=impls[0])
-    return leaf if is_uncommitted else jax.device_put(leaf, template.sharding)
+    sharding: Any = template.sharding
+    if sharding is None or not getattr(template, "committed", True):
+        return jnp.asarray(array)
+    # No device, and no process, needs all of it on its devices.
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def described(tree: Any) -> dict[str, str]:
-    """Returns dtype and shape of the leaves by name, such as "float32[8, 4]".
-
-    Those of a typed PRNG key are its dtype with its generator, and the shape of its
-    words.
-    """
-
-    def text(leaf: Any) -> str:
-        words = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
-        return f"{leaf.dtype}{list(words.shape)}"
-
-    return {name: text(leaf) for name, leaf in named_leaves(tree).items()}
+    """Returns dtype and shape of the leaves by name, such as "float32[8, 4]"."""
+    named = named_leaves(tree)
+    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in named.items()}
 
 
 def require_fit(saved: dict[str, str], template: Any, path: Path) -> None:

@@ -15,7 +15,7 @@
     best/           that of the best evaluation, with `OptimConfig.plateau_patience`
     tensorboard/    events, if requested
 
-Lines are flushed one by one, and a resumed run drops those after its checkpoint, so
+Lines are written one by one, and a resumed run drops those after its checkpoint, so
 that except for times and memory its files equal those of a run that was never stopped.
 For that, log everything of a step before saving its checkpoint.
 Versions and configs are recorded, environment variables are not.
@@ -28,7 +28,7 @@ import os
 import platform
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 
@@ -90,7 +90,6 @@ class RunRecord(contextlib.AbstractContextManager):
         self._config = config
         self._tensorboard = tensorboard and writes
         self._events = None
-        self._files: dict[str, IO[str]] = {}
         self._made: list[Path] = []
         self._lock = None
         if not writes:
@@ -120,7 +119,7 @@ class RunRecord(contextlib.AbstractContextManager):
 
     def truncate(self, step: int) -> None:
         """Drops the lines after `step`, and an incomplete last line."""
-        self._close_files()
+        self._close_events()
         for name in (METRICS, SCALES, AMAXES) if self.writes else ():
             path = self.workdir / name
             if path.exists():
@@ -133,10 +132,8 @@ class RunRecord(contextlib.AbstractContextManager):
         """Appends a line with its step to a file, that of metrics with its `kind`."""
         if not self.writes:
             return
-        if name not in self._files:
-            self._files[name] = open(self.workdir / name, "a", encoding="utf-8")
-        self._files[name].write(jsonfile.dumps(dict(line)) + "\n")
-        self._files[name].flush()
+        with open(self.workdir / name, "a", encoding="utf-8") as file:
+            file.write(jsonfile.dumps(dict(line)) + "\n")
         if self._tensorboard and name == METRICS:
             self._log_events(line)
 
@@ -168,18 +165,17 @@ class RunRecord(contextlib.AbstractContextManager):
         write_scores(self.workdir, scores)
 
     def close(self) -> None:
-        """Closes the files and unlocks the workdir; an unused new one is removed."""
-        self._close_files()
+        """Unlocks the workdir; an unused new one is removed."""
+        self._close_events()
         if self._made:
             workdirs.remove_unused(self.workdir, self._made)
         if self._lock is not None:
             self._lock.close()
 
-    def _close_files(self) -> None:
-        for file in (*self._files.values(), self._events):
-            if file is not None:
-                file.close()
-        self._files, self._events = {}, None
+    def _close_events(self) -> None:
+        if self._events is not None:
+            self._events.close()
+            self._events = None
 
     def _log_events(self, line: Mapping[str, Any]) -> None:
         step = int(line["step"])

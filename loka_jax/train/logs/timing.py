@@ -10,14 +10,13 @@ import dataclasses
 import functools
 import pathlib
 import time
+import types
 
 import jax
 
 from loka_jax import compat
 from loka_jax.train.state import TrainState
 from loka_jax.train.watch.host_state import Progress
-
-_EVENTS = (compat.LOWERING_EVENT, compat.COMPILATION_EVENT)
 
 
 class Clock:
@@ -82,25 +81,18 @@ def _rate(examples: int, seconds: float) -> float | None:
     return examples / seconds if examples and seconds > 0 else None
 
 
-class _Compilations:
-    """Counts the programs that this process has compiled, and the time of that."""
-
-    def __init__(self):
-        self.count, self.seconds = 0, 0.0
-
-    def __call__(self, event: str, duration_secs: float, **kwargs: str | int):
-        """Counts an event of jax."""
-        self.count += event == compat.COMPILATION_EVENT
-        if event in _EVENTS:
-            self.seconds += duration_secs
-
-
 @functools.cache
-def _compilations() -> _Compilations:
-    """Returns the counter of this process; it counts from the first call on."""
-    counter = _Compilations()
-    jax.monitoring.register_event_duration_secs_listener(counter)
-    return counter
+def _compilations() -> types.SimpleNamespace:
+    """Returns how many programs this process compiles from now on, and their time."""
+    found = types.SimpleNamespace(count=0, seconds=0.0)
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        found.count += event == compat.COMPILATION_EVENT
+        if event in (compat.LOWERING_EVENT, compat.COMPILATION_EVENT):
+            found.seconds += duration_secs
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return found
 
 
 class Profiler:
