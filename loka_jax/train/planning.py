@@ -144,11 +144,7 @@ def saved_plan(value: Any, sites: Sequence[Site]) -> DispatchPlan:
 
 
 def _file(config: Config) -> pathlib.Path | None:
-    """Returns the file that `--plan` names, if it names one.
-
-    Raises:
-        ValueError: if there is no such file.
-    """
+    """Returns the file that `--plan` names, if it names one."""
     if config.plan in (AUTO, TUNE, OFF):
         return None
     path = pathlib.Path(config.plan)
@@ -161,11 +157,7 @@ def _file(config: Config) -> pathlib.Path | None:
 
 
 def _known(config: Config) -> Local:
-    """Returns what is known of the times here, without measuring any.
-
-    Raises:
-        ValueError: if `--plan` names a table that does not hold here, or no file.
-    """
+    """Returns what is known of the times here, without measuring any."""
     if config.plan == OFF:
         return Local(None)
     path = _file(config)
@@ -175,11 +167,7 @@ def _known(config: Config) -> Local:
 
 
 def _is_plan(path: pathlib.Path) -> bool:
-    """Returns whether a file is a plan rather than a table.
-
-    Raises:
-        ValueError: if it is not JSON, or cannot be read.
-    """
+    """Returns whether a file is a plan rather than a table."""
     try:
         value = jsonfile.read(path)
     except OSError as error:

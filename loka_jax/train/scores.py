@@ -250,11 +250,7 @@ def read_scores(workdir: str | os.PathLike) -> dict[str, Scored]:
 
 
 def _scored(records: np.ndarray) -> Scored:
-    """Returns the examples that have a label.
-
-    Raises:
-        ValueError: if one is not what a run writes.
-    """
+    """Returns the examples that have a label, if all are what a run writes."""
     records = records[~np.isnan(records["labels"])]
     logits, labels, weights = (records[x].astype(np.float32) for x in Scored._fields)
     if not np.all(np.isfinite(logits) & np.isin(labels, (0, 1)) & (weights > 0)):

@@ -200,11 +200,7 @@ def _build(
     start: SourceRun | None,
     processes: Processes = ALONE,
 ) -> Run:
-    """Builds the run from its start, and prints its data, sites and plan.
-
-    Raises:
-        ValueError: also if it resumes with other data.
-    """
+    """Builds the run from its start, and prints its data, sites and plan."""
     base = None if start is None else start.base()
     saved = _resumed(start)
     if saved is not None and config.probe.every is None and saved.has("probe"):
@@ -264,16 +260,13 @@ def _open_folders(
     workdir: pathlib.Path,
     processes: Processes,
 ) -> tuple[Checkpoints, Checkpoints]:
-    """Returns the checkpoints of the newest steps, and that of the best evaluation.
-
-    What an interrupted save left is removed.
-    """
+    """Returns the checkpoints of the newest steps, and that of the best evaluation."""
     keep = config.loop.keep_checkpoints
     newest = Checkpoints(workdir / CHECKPOINTS, keep=keep, processes=processes)
     best = Checkpoints(workdir / BEST, keep=1, processes=processes)
     for folder in (newest, best):
         stack.enter_context(folder)
-        folder.remove_unfinished()
+        folder.remove_unfinished()  # of an interrupted save
     return newest, best
 
 
@@ -331,11 +324,7 @@ def _begin_record(record: RunRecord, loop: Loop, start: SourceRun | None):
 
 
 def _dry_run(config: Config, console: Console, display: TrainingProgress) -> int:
-    """Builds a run as it would begin or go on, and compiles a step without taking it.
-
-    Raises:
-        ValueError: also if there is no checkpoint to go on from, or one of other data.
-    """
+    """Builds a run as it would begin or go on, and compiles a step."""
     if config.run.resume:
         start = open_run(choose_workdir(config), best=False)
         start = start._replace(is_resumed=True)

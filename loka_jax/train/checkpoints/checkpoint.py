@@ -97,8 +97,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         """Closes the checkpoints."""
         self.close()
 
-    def save(self, step: int, state: Any, meta: dict[str, Any]) -> bool:
-        """Starts saving `state` as `step`, after any earlier save has ended.
+    def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
+        """Starts saving `state` as `step`, after any earlier save, unless it is saved.
 
         The arrays are copied to the host before this returns, so their device buffers
         may be donated immediately. The newest `keep` checkpoints are kept.
@@ -108,9 +108,6 @@ class Checkpoints(contextlib.AbstractContextManager):
             state: a pytree of arrays, including FP8 arrays.
             meta: finite JSON values, which `newest` returns.
 
-        Returns:
-            False if `step` was saved already and nothing was done.
-
         Raises:
             ValueError: if a leaf is not an array, `meta` is not JSON, or the disk is
                 too full.
@@ -118,7 +115,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         """
         self.wait()
         if step in self._steps():
-            return False
+            return
         arrays = {name: to_host(leaf) for name, leaf in named_leaves(state).items()}
         meta = jsonfile.as_dict(jsonfile.jsonable(meta, nan_as_null=False))
         size = sum(array.nbytes for array in arrays.values())
@@ -129,7 +126,6 @@ class Checkpoints(contextlib.AbstractContextManager):
         saved = Saved(step, meta, described(state))
         shapes = {name: array.shape for name, array in arrays.items() if array.size}
         self._saving = self._background.submit(self._finish, saved, shapes, write)
-        return True
 
     def wait(self) -> None:
         """Waits until no save is in progress.
@@ -255,15 +251,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     def _finish(
         self, saved: Saved, shapes: dict[str, Any], write: Callable[[], None]
     ) -> None:
-        """Ends a save in the background thread.
-
-        Args:
-            shapes: of the arrays that are saved, by name.
-            write: writes the arrays, or waits until they are written.
-
-        Raises:
-            OSError: if it failed for any reason, which `wait` raises.
-        """
+        """Ends a save in the background; `write` returns once arrays are written."""
         is_alone = self._processes.count == 1
         for retries_left in (1, 0) if is_alone else (0,):
             try:

@@ -72,10 +72,7 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 
 def _form(cls: type, without: Collection[str], **others: type) -> type:
-    """Returns a dataclass with the fields of `cls` in JSON, `others` of other types.
-
-    `cls` itself may be a dataclass that cannot be read as such.
-    """
+    """Returns a dataclass with the fields of `cls` in JSON, `others` of other types."""
     hints = typing.get_type_hints(cls) | others
     fields = [
         (
