@@ -280,7 +280,7 @@ class Config:
             )
 
     def observed(self) -> "Config":
-        """Returns the configuration of the run with Probe, by default without."""
+        """Returns the configuration with Probe, as often as a plan has it observe."""
         probe = dataclasses.replace(self.probe, every=OBSERVE_EVERY)
         return dataclasses.replace(self, probe=probe)
 

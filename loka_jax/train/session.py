@@ -115,22 +115,11 @@ def train(
         workdir = workdir_of(config, processes)
         # Locked before the data are read, which can take long.
         with stop.postponed():  # whoever makes a folder must be able to remove it
-            record = RunRecord(
-                workdir,
-                config=config.identity(),
-                resume=config.run.resume,
-                may_change=_MAY_CHANGE,
-                tensorboard=config.run.tensorboard,
-                writes=processes.is_first,
-            )
+            record = _open_record(config, workdir, processes)
             stack.enter_context(record)
         newest, best = _open_folders(stack, config, workdir, processes)
         with display.doing("checking the checkpoint"):
-            saved = newest.newest() if config.run.resume else None
-            if saved is None:
-                start = next_day.source_of(config)
-            else:
-                start = SourceRun(workdir, config, newest, saved, is_resumed=True)
+            start = _start_of(config, workdir, newest)
         run = _build(config, console, display, start, processes)
         loop = _open_loop(stack, run, start, record, (newest, best), display)
         if start is not None and not start.is_resumed:
@@ -226,6 +215,16 @@ def _build(
     return run
 
 
+def _start_of(
+    config: Config, workdir: pathlib.Path, newest: Checkpoints
+) -> SourceRun | None:
+    """Returns the run to start from: itself at its newest checkpoint, or another."""
+    saved = newest.newest() if config.run.resume else None
+    if saved is None:
+        return next_day.source_of(config)
+    return SourceRun(workdir, config, newest, saved, is_resumed=True)
+
+
 def _resumed(start: SourceRun | None) -> Saved | None:
     """Returns the checkpoint of a run that goes on itself; None for another start."""
     return start.saved if start is not None and start.is_resumed else None
@@ -252,6 +251,19 @@ def _print_run(run: Run, console: Console):
             f"--profile {config.run.profile} starts after the run's last step "
             f"{run.total_steps - 1}: start earlier."
         )
+
+
+def _open_record(
+    config: Config, workdir: pathlib.Path, processes: Processes
+) -> RunRecord:
+    return RunRecord(
+        workdir,
+        config=config.identity(),
+        resume=config.run.resume,
+        may_change=_MAY_CHANGE,
+        tensorboard=config.run.tensorboard,
+        writes=processes.is_first,
+    )
 
 
 def _open_folders(
