@@ -28,7 +28,7 @@ from loka_jax.commands import as_commands
 from loka_jax.report.compare_page import write_compare_page
 from loka_jax.report.comparison import ComparedRun
 from loka_jax.train.folder.record import read_run
-from loka_jax.train.folder.scores_file import read_scores
+from loka_jax.train.scores import read_scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from loka_jax.train.config import Config
 from loka_jax.train.folder import record
 from loka_jax.train.folder.source_run import open_run
 from loka_jax.train.folder.workdir import choose_workdir
-from loka_jax.train.logs.progress import plain
+from loka_jax.train.logs.printing import plain
 from loka_jax.train.session import standard_output, train
 
 _EVERY = 10  # default interval of observed steps

@@ -44,7 +44,7 @@ from loka_jax.probe.site import SiteStats
 from loka_jax.survey.sensitivity import ALL, refusals, sensitivity
 from loka_jax.train.build import Run
 from loka_jax.train.config import Config
-from loka_jax.train.logs.progress import plain
+from loka_jax.train.logs.printing import plain
 from loka_jax.train.session import standard_output, train
 from loka_jax.train.state import TrainState
 

@@ -111,7 +111,7 @@ def model_of(name: str) -> Trained:
     trained = make_untrained(config, schema_of(config.data))
     few = [
         jax.random.normal(jax.random.key(i), x.shape)
-        for i, x in enumerate(trained.network.inputs(_FEW))
+        for i, x in enumerate(trained.model.inputs(_FEW))
     ]
     by_xla = nn.Planned(config.model).by_xla()
     set_scales = models.initialized(by_xla, few, trained.state.params)
@@ -152,7 +152,7 @@ def _ours(
     batch: int,
     errors_of: Callable[[Sequence[Site]], dict[str, RoleErrors]],
 ) -> Iterator[Case]:
-    sites = trained.network.list_sites(DispatchPlan(), batch)
+    sites = trained.model.list_sites(DispatchPlan(), batch)
     plan = plans.make_plan(
         sites,
         local_performance().performance,
@@ -168,9 +168,9 @@ def _exported(
     trained: Trained, form: Form, arm: str, sites: dict[str, str], options: Any
 ) -> Iterator[Case]:
     """Yields the dense part and the whole of a form."""
-    batch, network = form.batch_size, trained.network
+    batch, model = form.batch_size, trained.model
     variables = variables_of(trained.state)
-    dense, rows = (np.zeros(x.shape, x.dtype) for x in network.inputs(batch))
+    dense, rows = (np.zeros(x.shape, x.dtype) for x in model.inputs(batch))
     rows = jnp.asarray(rows, jnp.bfloat16)
     exported, ready = export_function(form, form.model.apply, variables, dense, rows)
 
@@ -182,7 +182,7 @@ def _exported(
 
     yield Case("dense", batch, arm, dense_part, sites)
     own = {x: getattr(trained.state, x) for x in ("params", "fp8", "batch_stats")}
-    logits = logits_function(form.model, network.tables, trained.state)
+    logits = logits_function(form.model, model.tables, trained.state)
     tables = jax.tree.leaves(trained.state.table)
     blank = loader.Encoding(*inputs_as_given(trained.schema)).blank(batch)
     whole, prepared = export_function(form, logits, own, tables, *blank)
@@ -224,7 +224,7 @@ def _platform() -> Platform:
 
 def _drawn(trained: Trained, batch: int, dtype) -> list[jax.Array]:
     """Returns dense features and embeddings, N(0, 1)."""
-    dense, rows = trained.network.inputs(batch)
+    dense, rows = trained.model.inputs(batch)
     return [
         jax.random.normal(jax.random.key(0), dense.shape),
         jax.random.normal(jax.random.key(1), rows.shape).astype(dtype),

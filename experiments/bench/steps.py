@@ -68,7 +68,7 @@ def warm_up(run: Run) -> tuple[TrainState, list[Batch]]:
     ]
     state = run.init()
     for batch in batches[:3]:
-        state = run.first_step(state, batch)
+        state = run.train_step(scales_initialized=False)(state, batch)
     return state, batches
 
 

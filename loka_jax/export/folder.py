@@ -87,7 +87,7 @@ def export_run(
     trained = read_trained(source, schema)
     own = trained.config.loop.batch_size
     sizes = _batch_sizes(batch_sizes or (*(x for x in _SMALL if x < own), own))
-    sites = trained.network.list_sites(DispatchPlan())
+    sites = trained.model.list_sites(DispatchPlan())
     saved = plans.from_json(source.saved.meta["plan"], sites, "the checkpoint's plan")
     forms = (
         make_form(

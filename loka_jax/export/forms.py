@@ -65,7 +65,7 @@ def make_form(
     """
     device = _any_device(platform) if by_xla else _device_of(platform)
     with tracing(device) as left_out:
-        sites = trained.network.list_sites(DispatchPlan(), batch_size)
+        sites = trained.model.list_sites(DispatchPlan(), batch_size)
         specs = {site.path: site.spec for site in sites}
         choices, twins = [], {}
         for path, choice in plan.choices:
@@ -76,7 +76,7 @@ def make_form(
             choices.append((path, choice))
         model = nn.Planned(trained.config.model, tuple(choices))
         model = past_first_steps(model, trained.state)
-        inputs = trained.network.inputs(batch_size)
+        inputs = trained.model.inputs(batch_size)
         runs = {s.path: s.runs["fwd"] for s in nn.list_sites(model, *inputs)}
     if left_out and platform == "cuda":
         twins[_BETWEEN] = f"triton: {NO_TRITON}"
@@ -111,7 +111,7 @@ def plan_of(
         return DispatchPlan()
     if name == "saved" or platform == "cpu" or not runs_here(platform):
         return saved
-    sites = trained.network.list_sites(DispatchPlan(), batch_size)
+    sites = trained.model.list_sites(DispatchPlan(), batch_size)
     return _dispatch_plan(trained, sites, say)
 
 

@@ -88,7 +88,7 @@ def make_program(
     state = trained.state
     own = {name: getattr(state, name) for name in _WEIGHTS}
     tables = jax.tree.leaves(state.table)
-    logits = logits_function(form.model, trained.network.tables, state)
+    logits = logits_function(form.model, trained.model.tables, state)
     inputs = tables, *encoding.blank(form.batch_size)
     exported, ready = export_function(form, logits, own, *inputs)
     names = [weights.add(weight) for weight in ready]

@@ -179,7 +179,7 @@ def load(
     config, saved = source.config, source.saved
     encoding = load_encoding(source.encoding())
     trained = read_trained(source, encoding.schema, shards)
-    sites = trained.network.list_sites(DispatchPlan())
+    sites = trained.model.list_sites(DispatchPlan())
     if plan == "saved":
         choices = saved_plan(saved.meta["plan"], sites).choices
         model = nn.Planned(config.model, choices)

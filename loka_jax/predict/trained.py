@@ -3,19 +3,17 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from loka_jax import nn
 from loka_jax.data import Schema
 from loka_jax.optim.rows import Sgd
-from loka_jax.train import metrics
 from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import Config
 from loka_jax.train.folder.source_run import SourceRun
 from loka_jax.train.mesh.devices import MeshConfig, mesh_of
 from loka_jax.train.mesh.placement import placement_of
-from loka_jax.train.network import Network, network
+from loka_jax.train.model import RunModel, model_of
 from loka_jax.train.placement import Placement
 from loka_jax.train.state import TrainState, init_state
 
@@ -32,7 +30,7 @@ class Trained(NamedTuple):
 
     config: Config
     schema: Schema
-    network: Network
+    model: RunModel
     state: TrainState
     step: int
     placement: Placement
@@ -53,7 +51,7 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
     config = source.config
     wire = MeshConfig(replicas=1, shards=shards, wire_rows=config.mesh.wire_rows)
     mesh = mesh_of(wire, config.loop.batch_size, 1)
-    net = network(config, schema, shards)
+    net = model_of(config, schema, shards)
     rows_by = config.embedding.implementation
     placement = placement_of(mesh, wire, net.tables, rows_by)
     saved = source.saved.only(_READ)
@@ -66,12 +64,12 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
 
 def make_untrained(config: Config, schema: Schema) -> Trained:
     """Returns the model of a configuration as it is before training."""
-    net = network(config, schema)
+    net = model_of(config, schema)
     state = _as_state(_initial(config, net, len(schema.dense)))
     return Trained(config, schema, net, state, 0, Placement(net.tables))
 
 
-def _initial(config: Config, net: Network, num_dense: int) -> dict[str, Any]:
+def _initial(config: Config, net: RunModel, num_dense: int) -> dict[str, Any]:
     state = init_state(
         jax.random.key(config.seed),
         model=nn.Planned(config.model, ()).by_xla(),
@@ -86,17 +84,4 @@ def _initial(config: Config, net: Network, num_dense: int) -> dict[str, Any]:
 
 def _as_state(parts: dict[str, Any]) -> TrainState:
     """Returns a state with these parts; scores depend on nothing else."""
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(
-        **parts,
-        step=zero,
-        probe={},
-        opt_state=(),
-        row_state=(),
-        lr_scale=jnp.ones((), jnp.float32),
-        skipped=zero,
-        skipped_in_a_row=zero,
-        bad_ids=zero,
-        grad_norm=jnp.zeros((), jnp.float32),
-        metrics=metrics.init(),
-    )
+    return TrainState.at_start(**parts, probe={}, opt_state=(), row_state=())

@@ -136,7 +136,7 @@ def _loss_step(
     run: Run, recipes: Mapping[str, str | Choice]
 ) -> Callable[[TrainState, Batch], tuple[Array, Array]]:
     """Returns a step that returns losses and weights, [B] or [B, T]."""
-    model = run.model.clone(recipe="bf16")
+    model = run.config.model.clone(recipe="bf16")
 
     def step(state: TrainState, batch: Batch) -> tuple[Array, Array]:
         with nn.overriding(recipes):

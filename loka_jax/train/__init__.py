@@ -1,6 +1,6 @@
 """Training: a step, the loop around it, and all that a run needs.
 
-config, network, planning, build   from options to compiled programs
+config, model, planning, build     from options to compiled programs
 state, gradients, step             a step as pure functions
 metrics, tasks                     NE, AUC and calibration, by label column
 loop, next_day, session, summary   steps in a row; a whole run, and its end

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import optax
-from flax import linen
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding
 
@@ -41,7 +40,7 @@ from loka_jax.train.mesh.devices import (
     scaled_sums,
 )
 from loka_jax.train.mesh.placement import MeshPlacement, placement_of
-from loka_jax.train.network import network
+from loka_jax.train.model import model_of
 from loka_jax.train.placement import Placement
 from loka_jax.train.planning import choose_plan, resumed_plan
 from loka_jax.train.processes.group import Processes
@@ -55,9 +54,8 @@ class Run:
     """A configured run: data, model, optimizers, steps that compile when first used.
 
     Attributes:
-        config: of the run.
+        config: its configuration.
         splits: the data.
-        model: from (dense features, embeddings) to logits.
         placement: the device or devices of the run, and its tables.
         list_sites: from a plan to every GEMM of the model at the training batch size,
             in a first step, or if `scales_initialized` in those after it.
@@ -67,14 +65,14 @@ class Run:
             Probe observes none, or the plan was not made by times.
         optimizer: of the dense parameters.
         schedule: the dense learning rate of a step number.
-        row_update: of the tables.
+        row_update: how rows of the tables are updated.
         steps_per_epoch: training batches in an epoch.
         total_steps: steps of the whole run, if nothing ends it early.
+        programs: the compiled steps so far, by what they were asked for.
     """
 
     config: Config
     splits: Splits
-    model: linen.Module
     placement: Placement
     list_sites: Callable[..., tuple[nn.Site, ...]]
     plan: DispatchPlan
@@ -85,6 +83,10 @@ class Run:
     row_update: RowUpdate
     steps_per_epoch: int
     total_steps: int
+    # A copy of a run, as under another plan, has none yet.
+    programs: dict[Any, Any] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @functools.cached_property
     def sites(self) -> tuple[nn.Site, ...]:
@@ -111,7 +113,7 @@ class Run:
     @property
     def planned(self) -> nn.Planned:
         """The model, its sites run as the plan says."""
-        return nn.Planned(self.model, self.plan.choices)
+        return nn.Planned(self.config.model, self.plan.choices)
 
     def init(self) -> TrainState:
         """Returns the state before the first step."""
@@ -143,9 +145,7 @@ class Run:
     ) -> AbstractContextManager[Batches]:
         """Returns training batches from a position on, to be used as a context.
 
-        Args:
-            start: of the first batch.
-            num_batches: their number; None for no end.
+        There is no end without `num_batches`.
         """
         return prefetch(
             self.splits.train,
@@ -158,20 +158,10 @@ class Run:
             part=self.placement.part,
         )
 
-    @property
-    def first_step(self) -> TrainStep:
-        """The training step for states whose delayed scales may be uninitialized."""
-        return self.train_step(scales_initialized=False)
-
-    @property
-    def step(self) -> TrainStep:
-        """The training step for states with initialized scales."""
-        return self.train_step(scales_initialized=True)
-
     def train_step(
         self,
         *,
-        scales_initialized: bool,
+        scales_initialized: bool = True,
         probe: nn.ProbeConfig | None = None,
         steps: int = 1,
     ) -> TrainStep:
@@ -184,7 +174,7 @@ class Run:
         """
         scales_initialized = scales_initialized and self.planned.is_delayed
         key = scales_initialized, probe, steps
-        if key not in self.compiled_steps:
+        if key not in self.programs:
             model = dataclasses.replace(
                 self.planned, scales_initialized=scales_initialized
             )
@@ -199,29 +189,17 @@ class Run:
             is_first = self.planned.is_delayed and not scales_initialized
             options = untuned_here() if is_first else {}
             program = self.placement.train_program(step, steps, options)
-            self.compiled_steps[key] = TrainStep(program, is_observed=probe is not None)
-        return self.compiled_steps[key]
-
-    @functools.cached_property
-    def compiled_steps(
-        self,
-    ) -> dict[tuple[bool, nn.ProbeConfig | None, int], TrainStep]:
-        """The training steps used so far, by the arguments of `train_step`."""
-        return {}
-
-    @functools.cached_property
-    def compiled_eval_steps(self) -> dict[nn.Planned, Any]:
-        """The evaluation steps used so far, by their models."""
-        return {}
+            self.programs[key] = TrainStep(program, is_observed=probe is not None)
+        return self.programs[key]
 
     def eval_step(self, model: nn.Planned) -> Any:
-        """Returns the evaluation step of a model that has the run's variables.
+        """Returns the evaluation step of a model with the run's variables.
 
         It is the same for the same model.
         """
-        if model not in self.compiled_eval_steps:
-            self.compiled_eval_steps[model] = compiled_eval_step(model, self.placement)
-        return self.compiled_eval_steps[model]
+        if model not in self.programs:
+            self.programs[model] = compiled_eval_step(model, self.placement)
+        return self.programs[model]
 
     def read(self, dataset: Dataset, step: int) -> Batch:
         """Returns a batch in order, over all devices of the run if there are several.
@@ -260,9 +238,9 @@ def build(
     mesh = mesh_of(config.mesh, loop.batch_size, loop.microbatches)
     devices = 1 if mesh is None else mesh.size
     groups = groups_alone(mesh, config.mesh)
-    tables, list_sites, *_ = network(config, splits.train.schema, devices)
+    model = model_of(config, splits.train.schema, devices)
     placement = placement_of(
-        *(mesh, config.mesh, tables, config.embedding.implementation),
+        *(mesh, config.mesh, model.tables, config.embedding.implementation),
         steps_per_call=loop.steps_per_call,
     )
     # CPU devices share the cores that make the examples.
@@ -270,22 +248,20 @@ def build(
         splits = splits.over(NamedSharding(mesh, BATCH))
     steps_per_epoch = splits.train.num_batches(loop.batch_size)
     total_steps = min(steps_per_epoch * loop.epochs, loop.max_steps or sys.maxsize)
-    sites, source = list_sites(DispatchPlan()), config.source(splits.identity)
+    sites, source = model.list_sites(DispatchPlan()), config.source(splits.identity)
     if saved is None:
-        planned = choose_plan(config, sites, total_steps, say, source=source)
+        chosen = choose_plan(config, sites, total_steps, say, source=source)
     else:
-        planned = resumed_plan(config, saved, sites)
-    probe = dataclasses.replace(config.probe, every=planned.observe_every)
-    config = dataclasses.replace(config, probe=probe)
+        chosen = resumed_plan(config, saved, sites)
+    config = config.observed() if chosen.is_observed else config
     run = Run(
         config=config,
         splits=splits,
-        model=config.model,
         placement=placement,
-        list_sites=list_sites,
-        plan=planned.plan,
-        plan_notes=planned.notes,
-        reviewer=_reviewer(config, sites, planned.performance, source),
+        list_sites=model.list_sites,
+        plan=chosen.plan,
+        plan_notes=chosen.notes,
+        reviewer=_reviewer(config, sites, chosen.performance, source),
         optimizer=make_dense_optimizer(config.optim, total_steps),
         schedule=jax.jit(make_schedule(config.optim.lr, config.optim, total_steps)),
         row_update=_row_update(config, total_steps, groups),

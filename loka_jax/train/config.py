@@ -11,6 +11,7 @@ import inspect
 import json
 import pathlib
 import re
+from collections.abc import Collection, Iterator
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -35,8 +36,9 @@ _LONGEST_WATCH = 1_000_000  # seconds; a thread cannot wait for ever
 # Observed steps from one update of weights' covariances to the next: they cost more
 # than all other statistics together.
 _COVARIANCES_EVERY = 20
+OBSERVE_EVERY = 100  # steps, of a run whose errors are worth learning
 _OBSERVED_BEFORE_REVIEW = 5  # observed steps after the first: errors vary little
-_FLAX = {"parent", "name"}  # fields of a module that are Flax's own
+FLAX_FIELDS = {"parent", "name"}  # of a module, which are Flax's own
 _MAX_BATCH_SIZE = 2**22  # its product with the number of fields must fit int32
 
 
@@ -277,20 +279,21 @@ class Config:
                 f"{every}: groups average their rows between calls. Make one of them 1."
             )
 
+    def observed(self) -> "Config":
+        """Returns the configuration with Probe, as often as a plan has it observe."""
+        probe = dataclasses.replace(self.probe, every=OBSERVE_EVERY)
+        return dataclasses.replace(self, probe=probe)
+
     def identity(self) -> dict[str, Any]:
         """Returns the configuration without `run`, as JSON values."""
-        names = {field.name for field in dataclasses.fields(self)} - {"run"}
-        return _fields_as_json(self, names)
+        return _as_json(self, {name for name, _ in _fields(self)} - {"run"})
 
     def source(self, data: dict[str, Any]) -> str:
         """Returns the name of the run's operands in tables: `NAME@DIGEST`.
 
-        The digest is of all that decides them: data with their schema, model, tables,
+        The digest is of all that decides them: the data's identity, model, tables,
         optimizer, and the rows of a product. Another seed draws others of the same
         operands. Options at their default are left out, so that one can be added.
-
-        Args:
-            data: the identity of the data.
         """
         parts = self.model, self.embedding, self.optim
         rows = self.loop.batch_size, self.loop.microbatches
@@ -383,11 +386,9 @@ def _check_model(model: RankingModel):
 def _unlike_default(value: Any) -> dict[str, Any]:
     """Returns a dataclass as JSON values, without fields at their default."""
     names = {
-        field.name
-        for field in dataclasses.fields(value)
-        if field.name not in _FLAX and getattr(value, field.name) != field.default
+        name for name, field in _fields(value) if getattr(value, name) != field.default
     }
-    return {"kind": type(value).__name__} | _fields_as_json(value, names)
+    return {"kind": type(value).__name__} | _as_json(value, names)
 
 
 def _without_seeds(value: Any) -> Any:
@@ -397,19 +398,21 @@ def _without_seeds(value: Any) -> Any:
     return {k: _without_seeds(x) for k, x in value.items() if k != "seed"}
 
 
-def _as_json(value):
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = {field.name for field in dataclasses.fields(value)}
-        if isinstance(value, linen.Module):
-            names -= _FLAX
-            return {"kind": type(value).__name__} | _fields_as_json(value, names)
-        return _fields_as_json(value, names)
+def _as_json(value: Any, names: Collection[str] | None = None) -> Any:
+    """Returns JSON values, of the named fields of a dataclass; a model has its kind."""
+    if dataclasses.is_dataclass(value):
+        is_model = isinstance(value, linen.Module)
+        kind = {"kind": type(value).__name__} if is_model else {}
+        names = [name for name, _ in _fields(value)] if names is None else names
+        return kind | {name: _as_json(getattr(value, name)) for name in sorted(names)}
     if isinstance(value, tuple | list):
         return [_as_json(item) for item in value]
-    if isinstance(value, pathlib.Path):
-        return str(value)
-    return value
+    return str(value) if isinstance(value, pathlib.Path) else value
 
 
-def _fields_as_json(value, names) -> dict[str, Any]:
-    return {name: _as_json(getattr(value, name)) for name in sorted(names)}
+def _fields(value: Any) -> Iterator[tuple[str, dataclasses.Field]]:
+    """Yields the fields of a dataclass by name, but for Flax's own."""
+    is_model = isinstance(value, linen.Module)
+    for field in dataclasses.fields(value):
+        if not (is_model and field.name in FLAX_FIELDS):
+            yield field.name, field

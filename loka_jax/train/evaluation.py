@@ -2,22 +2,26 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
-from loka_jax.data import Dataset
+from loka_jax.data import Dataset, Position
 from loka_jax.train import metrics, tasks
 from loka_jax.train.build import Run
 from loka_jax.train.processes import watchdog
+from loka_jax.train.scores import Scores
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import past_first_steps
+
+SAMPLE = 1 << 18  # examples of a final evaluation that are kept, up to a batch more
+_LOGGED = ("auc", "logloss", "ne", "calibration")
 
 
 class Evaluated(NamedTuple):
     """Every row of a data set, in order and with padding, and the metrics of all.
 
     Attributes:
-        values: the metrics.
         logits: float32; [N, T] of several tasks.
         labels: 0 or 1, of the same shape; NaN where one of several is missing.
         weights: 0 for padding.
@@ -48,3 +52,50 @@ def evaluate(run: Run, state: TrainState, dataset: Dataset) -> Evaluated:
     rows = tuple(map(np.concatenate, columns))
     values = tasks.evaluated(dataset.schema.labels, seen, *rows)
     return Evaluated(values, *rows)
+
+
+def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:
+    """Returns AUC, log loss, NE and calibration of `state` on `dataset`.
+
+    Those of several tasks are means, but for calibration, which is None; each task's
+    own are under `tasks`, by name.
+    """
+    return _logged(evaluate(run, state, dataset))
+
+
+def evaluate_finally(
+    run: Run, state: TrainState, dataset: Dataset
+) -> tuple[dict[str, Any], dict[str, Scores]]:
+    """Returns the `quality`, and by label the scores of every so many batches.
+
+    There are no scores if a logit is not finite.
+    """
+    evaluated = evaluate(run, state, dataset)
+    by_task = evaluated.values.get("tasks", {"": evaluated.values}).values()
+    if any(part["non_finite"] for part in by_task):
+        return _logged(evaluated), {}
+    return _logged(evaluated), _sample(evaluated, dataset, run.config.loop.batch_size)
+
+
+def _logged(evaluated: Evaluated) -> dict[str, Any]:
+    return tasks.select(evaluated.values, dict(zip(_LOGGED, _LOGGED, strict=True)))
+
+
+def _sample(evaluated: Evaluated, dataset: Dataset, size: int) -> dict[str, Scores]:
+    """Returns the scores of every so many batches, which are read again for ids."""
+    stride = -(-len(evaluated.logits) // SAMPLE)
+    steps = range(0, dataset.num_batches(size), stride)
+    batches = (dataset.batch(Position(0, i, 0), size, shuffle=False) for i in steps)
+    ids = np.concatenate(jax.device_get([batch.ids for batch in batches]))
+    places = np.concatenate([np.arange(i * size, (i + 1) * size) for i in steps])
+    weights = evaluated.weights[places]
+    real = weights > 0  # not padding
+    rows = places[real]
+    logits, labels = (
+        values[rows].reshape(len(rows), -1).T
+        for values in (evaluated.logits, evaluated.labels)
+    )
+    return {
+        name: Scores(x, y, weights[real], ids[real])
+        for name, x, y in zip(dataset.schema.labels, logits, labels, strict=True)
+    }

@@ -21,14 +21,7 @@ from loka_jax.train.state import TrainState
 
 
 class Gradients(NamedTuple):
-    """Gradients; those of FP8 state and statistics are their next values.
-
-    Attributes:
-        params: of the dense parameters.
-        rows: of the embeddings.
-        fp8: the next FP8 state.
-        probe: Probe's statistics of the batch.
-    """
+    """Gradients; those of FP8 state and Probe's statistics are their next values."""
 
     params: Any
     rows: PyTree[Float[Array, "B _ _"]]

@@ -17,17 +17,16 @@ from loka_jax.train import metrics
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoints import row_layout
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
-from loka_jax.train.folder.record import RunRecord
+from loka_jax.train.config import Config
+from loka_jax.train.evaluation import quality
+from loka_jax.train.folder.record import AMAXES, PLAN, SCALES, RunRecord
 from loka_jax.train.logs import log_lines
-from loka_jax.train.logs.clock import Clock
-from loka_jax.train.logs.log_lines import quality
-from loka_jax.train.logs.profiler import Profiler
 from loka_jax.train.logs.progress import TrainingProgress
+from loka_jax.train.logs.timing import Clock, Profiler
 from loka_jax.train.processes import watchdog
 from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import scales_initialized
-from loka_jax.train.steps_per_call import steps_at_once
 from loka_jax.train.watch import guard, replan
 from loka_jax.train.watch.guard import Diverged
 from loka_jax.train.watch.host_state import Moment, Progress, gone_back, restored
@@ -39,45 +38,32 @@ from loka_jax.train.watch.scale_watch import LOOK_STEPS
 _MAX_FIRST_STEPS = 16
 
 
+@dataclasses.dataclass(eq=False)
 class Loop:
-    """A run in progress: its state, its record and its checkpoints."""
+    """A run in progress: its state, which steps donate, its record and checkpoints.
 
-    def __init__(
-        self,
-        run: Run,
-        state: TrainState,
-        progress: Progress,
-        *,
-        record: RunRecord,
-        checkpoints: Checkpoints,
-        best: Checkpoints,
-        display: TrainingProgress,
-        profiler: Profiler,
-    ):
-        """Starts or continues a run at `state` and `progress`.
+    Attributes:
+        checkpoints: of the newest steps.
+        best: of the best evaluation.
+        clock: measures the session's time.
+    """
 
-        Args:
-            run: the built run.
-            state: the device's state, which the loop may donate.
-            progress: the host's state.
-            record: receives the log lines.
-            checkpoints: the checkpoints of the newest steps.
-            best: the checkpoint of the best evaluation.
-            display: shows the progress to the user.
-            profiler: traces some steps.
-        """
-        self.run = run
-        self.state = state
-        self.progress = progress
-        self._record = record
-        self._checkpoints = checkpoints
-        self._best = best
-        self._display = display
-        self._profiler = profiler
+    run: Run
+    state: TrainState
+    progress: Progress
+    _: dataclasses.KW_ONLY
+    record: RunRecord
+    checkpoints: Checkpoints
+    best: Checkpoints
+    display: TrainingProgress
+    profiler: Profiler
+
+    def __post_init__(self):
+        """Starts or continues the run at `state` and `progress`."""
+        self.clock = Clock(self.progress)
         self._scales_initialized = False
         self._batch: Batch | None = None
-        self._looks = Looks(display.say)
-        self._clock = Clock(progress)
+        self._looks = Looks(self.display.say)
 
     def train(self, stop: StopRequest):
         """Trains to the end or until `stop` is set, and saves before it returns.
@@ -97,15 +83,20 @@ class Loop:
 
     def _train(self, stop: StopRequest):
         loop = self.run.config.loop
-        self._clock.restart()
+        self.clock.restart()
+        left = max(self.run.total_steps - self.progress.step, 0)
+        if self.progress.plateau.stop:  # early stopping
+            left = 0
         start = self.progress.position
-        with self.run.prefetched(start, self._remaining()) as batches:
+        with self.run.prefetched(start, left) as batches:
             source = iter(self.run.placement.look_ahead(batches))
             while pairs := list(itertools.islice(source, self._steps_at_once())):
                 self._look_at_operands(pairs[0][1])
                 self.step(pairs)
                 self._look_at_scales(pairs[-1][1])
-                self._leave_out_compilation()
+                if self.clock.has_compiled():  # which no rate is to count
+                    self._tick()
+                    self.clock.rewind(self.progress)
                 if self._is_due(loop.log_every):
                     self._log()
                 if self._evaluation_is_due():
@@ -119,8 +110,8 @@ class Loop:
                     break
         if not self._save_is_due():
             self._save()
-        with self._display.doing("saving"):
-            self._checkpoints.wait()
+        with self.display.doing("saving"):
+            self.checkpoints.wait()
         if not stop.is_set:
             guard.refuse_ruin(*self._judged())
 
@@ -129,28 +120,16 @@ class Loop:
 
         It is saved if `plateau_patience` is set. Sites may have been demoted since.
         """
-        saved = self._best.newest()
+        saved = self.best.newest()
         if saved is None:
             return Moment(self.run, self.state, self.progress)
-        return restored(self._best, saved, self.run)
-
-    def saved_step(self) -> int | None:
-        """Returns the step of the newest checkpoint, or None."""
-        return self._checkpoints.latest_step()
-
-    def examples_per_second(self) -> float | None:
-        """Returns this session's rate without compilation; None without such steps."""
-        return self._clock.session_rate(self.progress)
-
-    def compile_seconds(self) -> float:
-        """Returns this session's seconds of lowering and compiling."""
-        return self._clock.compile_seconds()
+        return restored(self.best, saved, self.run)
 
     def step(self, pairs: Sequence[tuple[Position, Batch]]):
         """Trains on batches by one call, and moves `state` and `progress` on."""
         step, (positions, batches) = self.progress.step, zip(*pairs, strict=True)
         self._batch = batches[-1]
-        self._profiler.before(step)
+        self.profiler.before(step)
         take_step = self.run.train_step(
             scales_initialized=self._ready_for_initialized_step(),
             probe=self.run.config.probe.config_at(step),
@@ -159,7 +138,7 @@ class Loop:
         activity = "training" if take_step.has_run else "compiling"
         try:
             compiles = not take_step.has_run
-            with self._display.doing(activity), watchdog.resting(compiles):
+            with self.display.doing(activity), watchdog.resting(compiles):
                 self.state = take_step(self.state, *batches)
         except Exception as error:  # a compiler may raise any kind
             # Only a step that has never run leaves the donated state intact.
@@ -170,7 +149,7 @@ class Loop:
             for pair in pairs:
                 self.step([pair])
             return
-        self._profiler.after(step, self.state)
+        self.profiler.after(step, self.state)
         rows = self.run.splits.train.num_examples
         size = self.run.config.loop.batch_size
         examples = sum(min(size, rows - position.step * size) for position in positions)
@@ -180,31 +159,30 @@ class Loop:
             position=next_position(positions[-1], self.run.steps_per_epoch),
             examples=self.progress.examples + examples,
         )
-        self._display.step(self.progress.step)
+        self.display.step(self.progress.step)
 
     def _steps_at_once(self) -> int:
+        run, step = self.run, self.progress.step
         if not self._ready_for_initialized_step():
             return 1
-        run = self.run
-        done = run.config, self.progress.step, run.steps_per_epoch, run.total_steps
-        return steps_at_once(*done)
+        return steps_at_once(run.config, step, run.steps_per_epoch, run.total_steps)
 
     def _change(self, change: replan.Change, progress: Progress):
         """Follows another plan from now on, with the progress that goes with it."""
         self.run, self.state = replan.replanned(self.run, self.state, change.plan)
-        self._record.write_plan(change.plan)
+        self.record.write(PLAN, as_json(change.plan))
         changes = (*progress.changes, *change.said)
         self.progress = dataclasses.replace(
             progress, changes=changes, replanned=progress.step
         )
         self._scales_initialized = False
         for sentence in change.said:
-            self._display.say(sentence)
+            self.display.say(sentence)
 
     def _look_at_operands(self, batch: Batch):
         """Looks at FP8 sites at fixed steps, so that resumed runs do the same."""
         if self.progress.step and self._is_due(self.run.config.loop.look_every):
-            with self._display.doing("looking at operands"):
+            with self.display.doing("looking at operands"):
                 self._sync()
                 self.progress = self._looks.before_step(
                     self.run, self.state, self.progress, batch
@@ -213,7 +191,7 @@ class Loop:
     def _look_at_scales(self, batch: Batch):
         """Looks at delayed scales at fixed steps, so that resumed runs do the same."""
         if self._is_due(LOOK_STEPS) or self._ends():
-            with self._display.doing("looking at scales"):
+            with self.display.doing("looking at scales"):
                 self.progress = self._looks.after_step(
                     self.run, self.state, self.progress, batch
                 )
@@ -223,8 +201,7 @@ class Loop:
         self.progress = self._looks.read(self.progress)
         if self._ends():
             return
-        probe = self.state.probe
-        if followed := replan.review(self.run, probe, self.progress):
+        if followed := replan.review(self.run, self.state.probe, self.progress):
             self._change(*followed)
 
     def _ready_for_initialized_step(self) -> bool:
@@ -234,12 +211,6 @@ class Loop:
             is_late = steps >= _MAX_FIRST_STEPS
             self._scales_initialized = is_late or scales_initialized(self.state)
         return self._scales_initialized
-
-    def _remaining(self) -> int:
-        """Returns the number of steps left, 0 after early stopping."""
-        if self.progress.plateau.stop:
-            return 0
-        return max(self.run.total_steps - self.progress.step, 0)
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.progress.step % every == 0
@@ -260,30 +231,24 @@ class Loop:
         return self._is_due(every) if every else self._evaluation_is_due()
 
     def _tick(self):
-        self.progress = self._clock.tick(self.state, self.progress)
-
-    def _leave_out_compilation(self):
-        """Begins a new window for the rate after a step that compiled something."""
-        if self._clock.has_compiled():
-            self._tick()
-            self._clock.rewind(self.progress)
+        self.progress = self.clock.tick(self.state, self.progress)
 
     def _log(self):
         self._tick()
-        step, rate = self.progress.step, self._clock.rate(self.progress)
+        step, rate = self.progress.step, self.clock.rate(self.progress)
         line = log_lines.training(self.run, self.state, self.progress, rate)
-        self._record.log(line)
+        self.record.log(line)
         judged = guard.judged(*self._judged())
         self.progress = dataclasses.replace(self.progress, guard=judged)
         if scales := log_lines.scales(self.state):
-            self._record.log_scales(step, scales)
+            self.record.log({"step": step, **scales}, SCALES)
         self.progress = self._looks.read(self.progress)
         if amaxes := log_lines.amaxes(self.state):
-            self._record.log_amaxes(step, amaxes)
-        self._display.numbers(step, line)
+            self.record.log({"step": step, **amaxes}, AMAXES)
+        self.display.numbers(step, line)
         seen = metrics.init_like(self.state.metrics)
         self.state = dataclasses.replace(self.state, metrics=seen)
-        self._clock.mark(self.progress)
+        self.clock.mark(self.progress)
         self._refuse_skipping()
 
     def _judged(self) -> tuple[guard.Guard, Run, TrainState, int]:
@@ -295,7 +260,7 @@ class Loop:
         guard.refuse_skipping(self.state, self.progress.step, limit)
 
     def _explained(self, symptom: Diverged) -> Diverged:
-        self._checkpoints.wait()
+        self.checkpoints.wait()
         self._sync()
         return guard.explained(
             symptom,
@@ -303,19 +268,19 @@ class Loop:
             self.state,
             self.progress.step,
             batch=self.run.fetched(self._batch),
-            saved=self.saved_step(),
+            saved=self.checkpoints.latest_step(),
         )
 
     def _go_back(self, error: Diverged) -> bool:
         """Continues from the newest checkpoint; returns False if that is not wanted."""
-        moment = gone_back(error, self._checkpoints, self.run, self.progress)
+        moment = gone_back(error, self.checkpoints, self.run, self.progress)
         if moment is None:
             return False
         self.run, self.state, self.progress = moment
-        self._display.say(self.progress.returns[-1])
-        self._best.drop_after(self.progress.step)
-        self._record.truncate(self.progress.step)
-        self._clock.rewind(self.progress)
+        self.display.say(self.progress.returns[-1])
+        self.best.drop_after(self.progress.step)
+        self.record.truncate(self.progress.step)
+        self.clock.rewind(self.progress)
         self._looks.drop()
         self._scales_initialized = False
         return True
@@ -328,22 +293,22 @@ class Loop:
         self._tick()
         self._refuse_skipping()
         self._sync()
-        with self._display.doing("evaluating"):
+        with self.display.doing("evaluating"):
             values = quality(self.run, self.state, self.run.splits.valid)
         line = log_lines.evaluation(self.progress, values)
-        self._record.log(line)
-        self._display.evaluation(self.progress.step, line)
+        self.record.log(line)
+        self.display.evaluation(self.progress.step, line)
         plateau, optim = self.progress.plateau, self.run.config.optim
         after = plateau.after(log_lines.measure(line, optim), optim)
         self.progress = dataclasses.replace(self.progress, plateau=after)
         if after.best != plateau.best:
             self.progress = dataclasses.replace(self.progress, best=line)
             if optim.plateau_patience is not None:
-                with self._display.doing("saving"):
-                    self._best.save(self.progress.step, self.state, self._meta())
+                with self.display.doing("saving"):
+                    self.best.save(self.progress.step, self.state, self._meta())
         lr_scale = jnp.asarray(after.lr_scale, jnp.float32)
         self.state = dataclasses.replace(self.state, lr_scale=lr_scale)
-        self._clock.restart()
+        self.clock.restart()
 
     def _save(self):
         """Saves the state, unless it is not healthy: older checkpoints may be."""
@@ -351,14 +316,14 @@ class Loop:
         self._sync()
         self.progress = self._looks.read(self.progress)
         if not guard.is_healthy(*self._judged()):
-            self._display.say(
+            self.display.say(
                 f"step {self.progress.step:,}: not saved, as the loss is out of bounds."
             )
             return
-        with self._display.doing("saving"):
-            self._best.wait()  # so that a kill cannot lose a checkpoint's best state
-            self._checkpoints.save(self.progress.step, self.state, self._meta())
-        self._clock.restart()
+        with self.display.doing("saving"):
+            self.best.wait()  # so that a kill cannot lose a checkpoint's best state
+            self.checkpoints.save(self.progress.step, self.state, self._meta())
+        self.clock.restart()
 
     def _meta(self) -> dict[str, Any]:
         return {
@@ -370,3 +335,32 @@ class Loop:
             row_layout.KEY: self.run.placement.layout.shards,
             **self.run.placement.choices(),
         }
+
+
+def steps_at_once(config: Config, step: int, steps_per_epoch: int, end: int) -> int:
+    """Returns the number of steps of the next call: `loop.steps_per_call` or 1.
+
+    A call costs the host hundreds of microseconds, whatever it computes. What the loop
+    does between steps (log lines, evaluations, looks, profiles) ends a call, so that
+    runs do the same at the same steps, and steps that Probe observes are taken one by
+    one.
+
+    `step` have been taken, of `end`.
+    """
+    loop, traced = config.loop, config.run.profile_steps()
+    count = loop.steps_per_call
+    after = step + count
+    if after > end:
+        return 1
+    every = (
+        loop.log_every,
+        loop.eval_every or steps_per_epoch,
+        loop.save_every or after,
+        loop.look_every,
+        LOOK_STEPS,
+    )
+    is_interrupted = any(step // n != (after - 1) // n for n in every)
+    is_observed = any(
+        config.probe.config_at(s) is not None or s in traced for s in range(step, after)
+    )
+    return 1 if is_interrupted or is_observed else count

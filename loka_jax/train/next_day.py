@@ -16,20 +16,12 @@ import optax
 from rich.console import Console
 
 from loka_jax import jsonfile
-from loka_jax.data.shards import ShardFolder
 from loka_jax.train.build import Run
-from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import Config
-from loka_jax.train.folder.source_run import (
-    SourceRun,
-    encoding_of,
-    open_run,
-    read_config_of,
-)
-from loka_jax.train.logs.column_table import print_days
-from loka_jax.train.logs.log_lines import quality
-from loka_jax.train.logs.progress import plain
+from loka_jax.train.evaluation import quality
+from loka_jax.train.folder.source_run import SourceRun, open_run, read_config_of
+from loka_jax.train.logs.printing import plain, quality_text
 from loka_jax.train.loop import Loop
 from loka_jax.train.state import TrainState
 from loka_jax.train.watch.host_state import Progress
@@ -63,30 +55,14 @@ def source_of(config: Config) -> SourceRun | None:
         return None
     source = open_run(config.init_from, best=True)
     pairs = jsonfile.explain_mismatch(source.config.identity(), config.identity())
-    changed = [line for line in pairs if _is_fixed(line.split(": ", 1)[0])]
+    fixed = ("model.", *(f"{field}: " for field in _FIXED))
+    changed = [line for line in pairs if line.startswith(fixed)]
     if changed:
         raise ValueError(
             f"--init-from {config.init_from} is a run with another model or optimizer "
             f"({'; '.join(changed[:5])}): leave out these options, and --config."
         )
     return source
-
-
-def base_of(
-    saved: Saved | None, source: SourceRun | None, workdir: pathlib.Path
-) -> ShardFolder | None:
-    """Returns the encoding of a resumed run, or of the run to go on from, or None.
-
-    Raises:
-        ValueError: if it is missing, damaged, or another one.
-    """
-    if saved is not None:
-        return encoding_of(saved, workdir)
-    return None if source is None else source.encoding()
-
-
-def _is_fixed(field: str) -> bool:
-    return field in _FIXED or field.startswith("model.")
 
 
 def initial_state(run: Run, source: SourceRun) -> TrainState:
@@ -132,4 +108,6 @@ def begin(loop: Loop, source: SourceRun, console: Console):
     day = {"data": path.name, "examples": train.num_examples}
     day |= quality(run, loop.state, train)
     loop.progress = dataclasses.replace(loop.progress, days=(*before, day))
-    print_days(console, loop.progress.days)
+    for day in loop.progress.days:  # newest last
+        scored = f"{day['data']} ({day['examples']:,} rows): {quality_text(day)}"
+        console.print(plain(f"Before training on {scored}"))

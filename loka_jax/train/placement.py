@@ -51,26 +51,16 @@ class Outcome(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The ids of a batch, as one device has looked them up.
-
-    Attributes:
-        ids: `lookup.BatchIds` by stack.
-        bad_ids: number of ids out of range.
-        total_weight: None, for that of the batch.
-    """
+    """The ids of a batch (`lookup.BatchIds` by stack), and how many are bad."""
 
     ids: Any
     bad_ids: Int[Array, ""]
-    total_weight: None = None
+    total_weight: None = None  # that of the batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """One device, which has all tables and takes whole batches.
-
-    Attributes:
-        tables: the embedding tables.
-    """
+    """One device, which has all tables and takes whole batches."""
 
     tables: Tables
 
@@ -138,10 +128,7 @@ class Placement:
     ) -> TrainState:
         """Returns the state before the first step, its tables made where they lie.
 
-        Args:
-            init: gives the state of one device.
-            key: its argument.
-            row_optimizer: optimizer of the rows.
+        With the key, `init` gives the state of one device.
         """
         del stddev, row_optimizer
         return jax.jit(init)(key)
@@ -149,10 +136,8 @@ class Placement:
     def train_program(self, step: Callable, steps: int, options: dict[str, Any]) -> Any:
         """Returns steps of `make_train_step`, compiled, their state donated.
 
-        A call of it, and of its `lower`, takes the state and a batch for each step.
-
-        Args:
-            steps: how many are taken by a call.
+        A call of it, and of its `lower`, takes the state and a batch for each of the
+        `steps`.
         """
         del steps
         return jax.jit(
@@ -168,14 +153,11 @@ class Placement:
         return function
 
     def look_up(
-        self, network: Any, state: TrainState, batch: Batch, routed: Any
+        self, model: Any, state: TrainState, batch: Batch, routed: Any
     ) -> tuple[Any, Any]:
         """Returns the fields' embeddings of a batch, by stack, and what was found.
 
-        Args:
-            network: the model, which says of which dtype they are.
-            state: its tables.
-            routed: what a mesh has routed of it; None of one device.
+        The model says of which dtype they are; `routed` is what a mesh has routed.
         """
         del routed
         parts = split(self.tables, batch)
@@ -183,16 +165,16 @@ class Placement:
         bad_ids = by_stack(
             lambda _, *part: lookup.count_bad_ids(*part), self.tables, ids, parts
         )
-        rows = self._embeddings(network, state, ids)
+        rows = self._embeddings(model, state, ids)
         return rows, Found(ids, jax.tree.reduce(jnp.add, bad_ids))
 
-    def look_up_alike(self, network: Any, state: TrainState, batch: Batch) -> Any:
+    def look_up_alike(self, model: Any, state: TrainState, batch: Batch) -> Any:
         """Returns the fields' embeddings of a batch that all devices have, on all."""
         ids = by_stack(lookup.find, self.tables, split(self.tables, batch))
-        return self._embeddings(network, state, ids)
+        return self._embeddings(model, state, ids)
 
-    def _embeddings(self, network: Any, state: TrainState, ids: Any) -> Any:
-        look_up = functools.partial(lookup.embeddings, dtype=dtype_of(network))
+    def _embeddings(self, model: Any, state: TrainState, ids: Any) -> Any:
+        look_up = functools.partial(lookup.embeddings, dtype=dtype_of(model))
         return by_stack(look_up, self.tables, state.table, ids)
 
     def key_of_part(self, key: Array) -> Array:
@@ -202,9 +184,7 @@ class Placement:
     def merge(self, own: Outcome, found: Any, key: Array) -> tuple[Outcome, Any]:
         """Returns the outcome of all devices, from that of each.
 
-        Args:
-            own: of the device's part of the batch.
-            found: by `look_up`; returned with what came by the same collectives.
+        What `look_up` found is returned with what came by the same collectives.
         """
         del key
         return own, found
@@ -225,11 +205,7 @@ class Placement:
     ) -> tuple[Any, Any, Any]:
         """Returns tables and their optimizers' states after a step, and what is left.
 
-        Args:
-            row_grads: gradients of the embeddings.
-            found: by `look_up`.
-            row_update: how rows are updated.
-            enabled: whether the step is taken.
+        Nothing changes unless the step is `enabled`.
         """
         del key
         lr, weights = rows_lr(row_update, state), jnp.asarray(batch.weights)
@@ -244,13 +220,13 @@ class Placement:
         return *regroup(self.tables, updated), found
 
 
-def dtype_of(network: Any) -> Any:
+def dtype_of(model: Any) -> Any:
     """Returns the dtype in which a model takes embeddings.
 
     The model would cast them first of all. Cast at the lookup, the rows' gradients have
     that dtype too, and half the bytes to write and to gather.
     """
-    return getattr(network, "compute_dtype", jnp.float32)
+    return getattr(model, "compute_dtype", jnp.float32)
 
 
 def rows_lr(row_update: RowUpdate, state: TrainState) -> Array:

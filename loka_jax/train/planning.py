@@ -13,6 +13,7 @@ from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch.at_start import tune_at_start
 from loka_jax.dispatch.candidates import why_no_fp8, why_not
 from loka_jax.dispatch.first_use import (
+    CheckedPlan,
     as_if_accurate,
     check_plan,
     sites_us,
@@ -24,28 +25,20 @@ from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.nn import Site
 from loka_jax.ops.device import local_device
 from loka_jax.site import BF16
-from loka_jax.train.config import Config
+from loka_jax.train.config import OBSERVE_EVERY, Config
 
 AUTO, TUNE, OFF = "auto", "tune", "off"
-OBSERVE_EVERY = 100  # steps, of a run whose errors are worth learning
 # What checking kernels and compiling more steps take; 310 s in Wukong M on an H100.
 OBSERVING_SECONDS = 300.0
 
 
 class ChosenPlan(NamedTuple):
-    """A plan, and notes for the user.
-
-    Attributes:
-        plan: without the sites for which the modules decide.
-        notes: sentences.
-        performance: by which it was made; None without one.
-        observe_every: steps from one that Probe observes to the next; 0 for none.
-    """
+    """A plan, notes for the user, and by what it was made, if by times."""
 
     plan: DispatchPlan
     notes: tuple[str, ...] = ()
     performance: PerformanceModel | None = None
-    observe_every: int = 0
+    is_observed: bool = False  # Probe is to observe a run that leaves it to its plan
 
 
 def choose_plan(
@@ -58,6 +51,8 @@ def choose_plan(
 ) -> ChosenPlan:
     """Returns the plan that `--plan` asks for.
 
+    A run is observed if FP8 that only lacks known errors would save minutes.
+
     Args:
         source: the name of its operands, whose errors count (`Config.source`).
 
@@ -65,71 +60,39 @@ def choose_plan(
         ValueError: if it names a file that is no plan and no table for this machine, or
             a rule matches no site.
     """
+    options, every = config.dispatch, config.probe.every
     path = _file(config)
     if path is not None and _is_plan(path):
         plan = _runnable(plans.load(path, sites), str(path), sites)
-        ruled = plans.make_plan(sites, None, rules=config.dispatch.by_pattern)
-        every = config.probe.every or 0
-        return ChosenPlan(plan.changed(dict(ruled.decisions)), observe_every=every)
+        ruled = plans.make_plan(sites, None, rules=options.by_pattern)
+        return ChosenPlan(plan.changed(dict(ruled.decisions)))
     if config.plan == TUNE:
         performance, notes = tune_at_start(
-            sites, config.dispatch.tune_seconds, name=config.name, say=say
+            sites, options.tune_seconds, name=config.name, say=say
         )
     else:
         performance, notes = _known(config)
-    make_plan = functools.partial(
-        plans.make_plan,
-        sites,
-        limits=config.dispatch.limits,
-        rules=config.dispatch.by_pattern,
-        config=source,
-    )
-    every = config.probe.every
+    rules = dict(limits=options.limits, rules=options.by_pattern, config=source)
+    make_plan = functools.partial(plans.make_plan, sites, **rules)
     if performance is None:
-        return ChosenPlan(make_plan(None), notes, observe_every=every or 0)
-    seconds = config.dispatch.check_seconds
-    plan, performance, more = check_plan(make_plan, sites, performance, seconds, say)
-    chosen = ChosenPlan(plan, (*notes, *more), performance, every or 0)
-    if every is None and jax.process_count() == 1:  # others review no plan
-        unknown = without_errors(sites, performance, source)
-        hopeful = functools.partial(make_plan, errors=as_if_accurate(unknown))
-        return _observed_if_worth(chosen, config, sites, steps, make_plan, hopeful, say)
+        return ChosenPlan(make_plan(None), notes)
+
+    def checked(performance: PerformanceModel, **errors: Any) -> CheckedPlan:
+        make = functools.partial(make_plan, **errors)
+        return check_plan(make, sites, performance, options.check_seconds, say)
+
+    plan, performance, more = checked(performance)
+    chosen = ChosenPlan(plan, (*notes, *more), performance)
     if every:  # a review promotes to what was checked
-        hopeful = functools.partial(make_plan, errors=as_if_accurate(sites))
-        performance = check_plan(hopeful, sites, performance, seconds, say).performance
-    return chosen._replace(performance=performance)
-
-
-def _observed_if_worth(
-    chosen: ChosenPlan,
-    config: Config,
-    sites: Sequence[Site],
-    steps: int,
-    make_plan: Callable[[PerformanceModel], DispatchPlan],
-    hopeful: Callable[[PerformanceModel], DispatchPlan],
-    say: Callable[[str], None],
-) -> ChosenPlan:
-    """Returns the plan, with a run observed if unknown errors keep FP8 out.
-
-    Args:
-        make_plan: makes a plan by what is known of times.
-        hopeful: the same, as if all FP8 that lacks errors were accurate.
-    """
-    before, seconds = chosen.performance, config.dispatch.check_seconds
-    assert before is not None
-
-    def gain(
-        plan: DispatchPlan, faster: DispatchPlan, by: PerformanceModel
-    ) -> float | None:
-        """Returns how many times faster a plan is; None if not by enough."""
-        now, then = (sites_us(x, sites, by) for x in (plan, faster))
-        saves = (now - then) * steps / 1e6 >= OBSERVING_SECONDS
-        is_faster = now >= config.dispatch.limits.speedup * then
-        return now / then if then and saves and is_faster else None
-
-    if gain(chosen.plan, hopeful(before), before) is None:
+        promoted = checked(performance, errors=as_if_accurate(sites))
+        return chosen._replace(performance=promoted.performance)
+    if every == 0 or jax.process_count() > 1:  # others review no plan
         return chosen
-    fast, performance, _ = check_plan(hopeful, sites, before, seconds, say)
+    gain = functools.partial(_gain, sites, steps, options.limits.speedup)
+    hope = as_if_accurate(without_errors(sites, performance, source))
+    if gain(plan, make_plan(performance, errors=hope), performance) is None:
+        return chosen
+    fast, performance, _ = checked(performance, errors=hope)
     faster = gain(make_plan(performance), fast, performance)
     if faster is None:
         return chosen
@@ -137,9 +100,21 @@ def _observed_if_worth(
         f"Probe observes every {OBSERVE_EVERY}th step: once errors are known, FP8 may "
         f"make the sites {faster:.2f} times as fast (--probe.every 0 observes none)."
     )
-    return ChosenPlan(
-        chosen.plan, (*chosen.notes, note), performance, observe_every=OBSERVE_EVERY
-    )
+    return ChosenPlan(plan, (*chosen.notes, note), performance, is_observed=True)
+
+
+def _gain(
+    sites: Sequence[Site],
+    steps: int,
+    speedup: float,
+    plan: DispatchPlan,
+    faster: DispatchPlan,
+    performance: PerformanceModel,
+) -> float | None:
+    """Returns how many times faster a plan is; None if observing would not pay."""
+    now, then = (sites_us(x, sites, performance) for x in (plan, faster))
+    saves = (now - then) * steps / 1e6 >= OBSERVING_SECONDS
+    return now / then if then and saves and now >= speedup * then else None
 
 
 def resumed_plan(config: Config, value: Any, sites: Sequence[Site]) -> ChosenPlan:
@@ -148,8 +123,8 @@ def resumed_plan(config: Config, value: Any, sites: Sequence[Site]) -> ChosenPla
     Raises:
         ValueError: if the plan cannot run here.
     """
-    chosen = ChosenPlan(saved_plan(value, sites), observe_every=config.probe.every or 0)
-    if not chosen.observe_every:
+    chosen = ChosenPlan(saved_plan(value, sites))
+    if not config.probe.every:
         return chosen
     try:
         return chosen._replace(performance=_known(config).performance)
@@ -169,11 +144,7 @@ def saved_plan(value: Any, sites: Sequence[Site]) -> DispatchPlan:
 
 
 def _file(config: Config) -> pathlib.Path | None:
-    """Returns the file that `--plan` names, if it names one.
-
-    Raises:
-        ValueError: if there is no such file.
-    """
+    """Returns the file that `--plan` names, if it names one."""
     if config.plan in (AUTO, TUNE, OFF):
         return None
     path = pathlib.Path(config.plan)
@@ -186,11 +157,7 @@ def _file(config: Config) -> pathlib.Path | None:
 
 
 def _known(config: Config) -> Local:
-    """Returns what is known of the times here, without measuring any.
-
-    Raises:
-        ValueError: if `--plan` names a table that does not hold here, or no file.
-    """
+    """Returns what is known of the times here, without measuring any."""
     if config.plan == OFF:
         return Local(None)
     path = _file(config)
@@ -200,11 +167,7 @@ def _known(config: Config) -> Local:
 
 
 def _is_plan(path: pathlib.Path) -> bool:
-    """Returns whether a file is a plan rather than a table.
-
-    Raises:
-        ValueError: if it is not JSON, or cannot be read.
-    """
+    """Returns whether a file is a plan rather than a table."""
     try:
         value = jsonfile.read(path)
     except OSError as error:

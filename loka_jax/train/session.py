@@ -5,8 +5,7 @@ config -> check workdir -> build -> print data and sites -> restore or init -> l
 """
 
 import contextlib
-import dataclasses
-import functools
+import os
 import pathlib
 import shlex
 from typing import Any, NamedTuple
@@ -18,40 +17,38 @@ from loka_jax import jsonfile
 from loka_jax.commands import as_commands
 from loka_jax.data import Position
 from loka_jax.data.shards import ShardFolder
+from loka_jax.dispatch.plan import as_json
 from loka_jax.report.run_page import write_run_page
 from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train import next_day
 from loka_jax.train.build import Run, build, build_in_turn
 from loka_jax.train.checkpoints.checkpoint import Checkpoints, require_space
 from loka_jax.train.checkpoints.manifest import Saved
-from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import Config
-from loka_jax.train.folder.record import BEST, RunRecord, SilentRecord, read_run
+from loka_jax.train.folder.record import BEST, PLAN, SITES, SUMMARY, RunRecord, read_run
 from loka_jax.train.folder.source_run import SourceRun, keep_encoding, open_run
 from loka_jax.train.folder.workdir import choose_workdir, workdir_of
 from loka_jax.train.logs import log_lines
-from loka_jax.train.logs.column_table import print_columns
-from loka_jax.train.logs.device_notice import device_notice
-from loka_jax.train.logs.profiler import Profiler
-from loka_jax.train.logs.progress import (
-    TrainingProgress,
+from loka_jax.train.logs.printing import (
+    print_columns,
     print_data,
     print_plan,
     print_sites,
-    resume_note,
 )
+from loka_jax.train.logs.progress import TrainingProgress, resume_note
+from loka_jax.train.logs.timing import Profiler
 from loka_jax.train.loop import Loop
 from loka_jax.train.mesh.devices import used_devices
 from loka_jax.train.planner.mesh_plan import host_note
 from loka_jax.train.planner.mesh_workload import workload_of
 from loka_jax.train.planner.step_sizes import Mesh
-from loka_jax.train.planning import OBSERVE_EVERY
-from loka_jax.train.processes.group import Processes, start
+from loka_jax.train.processes import group
+from loka_jax.train.processes.group import ALONE, Processes
 from loka_jax.train.processes.signals import stop_on_signals
 from loka_jax.train.processes.watchdog import Watchdog
 from loka_jax.train.state import TrainState
 from loka_jax.train.summary import print_end, summarize
-from loka_jax.train.watch.host_state import Progress
+from loka_jax.train.watch.host_state import Progress, restored
 
 # Options in which a resumed run may differ from the stopped one.
 _MAY_CHANGE = (
@@ -72,12 +69,8 @@ _MAY_CHANGE = (
 class Trained(NamedTuple):
     """The result of a session; all but the exit code are None if nothing was trained.
 
-    Attributes:
-        exit_code: 0 when done, 130 or 143 when stopped by Ctrl-C or SIGTERM after
-            saving.
-        workdir: the folder of the run's files.
-        run: the trained run.
-        state: the state after the last step.
+    The exit code is 0 when done, 130 or 143 when stopped by Ctrl-C or SIGTERM after
+    saving. The state is that after the last step.
     """
 
     exit_code: int
@@ -109,7 +102,7 @@ def train(
     if config.run.print_config:
         console.print_json(data=config.identity())
         return Trained(0)
-    processes = start()
+    processes = group.start()
     console.quiet |= not processes.shows
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals(processes.count))
@@ -123,38 +116,34 @@ def train(
         workdir = workdir_of(config, processes)
         # Locked before the data are read, which can take long.
         with stop.postponed():  # whoever makes a folder must be able to remove it
-            record = stack.enter_context(_record(config, workdir, processes))
-        folders = _open_folders(stack, config, workdir, processes)
+            record = _open_record(config, workdir, processes)
+            stack.enter_context(record)
+        newest, best = _open_folders(stack, config, workdir, processes)
         with display.doing("checking the checkpoint"):
-            saved = folders.newest.newest() if config.run.resume else None
-            source = next_day.source_of(config) if saved is None else None
-        config = _observed_as(saved, config)
-        base = next_day.base_of(saved, source, workdir)
-        build_run = functools.partial(_build, config, console, display, base=base)
-        run = build_in_turn(processes, build_run, _plan_of(saved or source))
-        _require_same_data(saved, run)
-        loop = _open_loop(stack, run, saved or source, record, folders, display)
-        if source is not None:
+            start = _start_of(config, workdir, newest)
+        run = _build(config, console, display, start, processes)
+        loop = _open_loop(stack, run, start, record, (newest, best), display)
+        if start is not None and not start.is_resumed:
             with display.doing("evaluating"):
-                next_day.begin(loop, source, console)
+                next_day.begin(loop, start, console)
         if processes.count > 1:
             stack.enter_context(Watchdog(config.run.watchdog))
         with stop.deferred():  # a run that is stopped before leaves nothing
-            _begin_record(record, loop, is_new=saved is None)
+            _begin_record(record, loop, start)
             loop.train(stop)
-        record.write_sites([site.as_row() for site in loop.run.running_sites])
+        record.write(SITES, [site.as_row() for site in loop.run.running_sites])
         with display.doing("evaluating"):
             summary = summarize(loop, stop, record)
         command = as_commands(
             shlex.join(["python", f"experiments/{script}", *arguments])
         )
         page = workdir / "report.html"
-        record.write_summary(summary | {"command": command})
+        record.write(SUMMARY, summary | {"command": command})
         if processes.is_first:
             with display.doing("writing the report"):
                 write_run_page(page, read_run(workdir))
         display.close()
-        print_end(console, summary, page, loop.saved_step())
+        print_end(console, summary, page, loop.checkpoints.latest_step())
         return Trained(stop.exit_code, workdir, loop.run, loop.state)
 
 
@@ -169,68 +158,54 @@ def standard_output() -> Console:
     return console
 
 
+def device_notice(require_gpu: bool) -> str:
+    """Returns a sentence that names the device.
+
+    Raises:
+        ValueError: if a GPU is required and there is none, or JAX_PLATFORMS names a
+            platform that is not available.
+    """
+    try:
+        device = jax.devices()[0]
+    except (RuntimeError, AssertionError):  # the latter if a plugin is not installed
+        platforms = os.environ.get("JAX_PLATFORMS")
+        raise ValueError(
+            f"JAX cannot run on JAX_PLATFORMS={platforms}: install the extra cuda13 "
+            "(uv run --extra cuda13 ...) or unset JAX_PLATFORMS."
+        ) from None
+    if device.platform == "gpu":
+        return f"Running on {device.device_kind}."
+    if require_gpu:
+        raise ValueError(
+            f"--require-gpu was given, but JAX found only a {device.platform}: install "
+            "the extra cuda13 (uv run --extra cuda13 ...) or leave the option out."
+        )
+    return "No GPU found: running on the CPU, where FP8 is emulated."
+
+
 def _build(
     config: Config,
     console: Console,
     display: TrainingProgress,
-    plan: Any = None,
-    base: ShardFolder | None = None,
+    start: SourceRun | None,
+    processes: Processes = ALONE,
 ) -> Run:
-    """Builds the run, with a checkpoint's plan, and prints its data, sites and plan."""
-    with display.doing("preparing data, model and plan"):
-        run = build(config, plan, display.say, base)
-    print_data(console, run.splits.report)
-    schema = run.splits.train.schema
-    dims = config.embedding.dims_of(schema.fields, schema.owners)
-    print_columns(console, run.splits.report, dims)
-    if run.placement.size > 1:
-        console.print(used_devices(*run.placement.shape))
-    print_sites(console, run.running_sites)
-    print_plan(console, run.plan, run.plan_notes)
-    if note := _host_note(run):
-        console.print(note)
-    if config.run.profile_steps().start >= run.total_steps:
-        raise ValueError(
-            f"--profile {config.run.profile} starts after the run's last step "
-            f"{run.total_steps - 1}: start earlier."
-        )
-    return run
+    """Builds the run from its start, and prints its data, sites and plan."""
+    base = None if start is None else start.base()
+    saved = _resumed(start)
+    if saved is not None and config.probe.every is None and saved.has("probe"):
+        config = config.observed()  # as its plan chose at the start
 
+    def build_run(plan: Any) -> Run:
+        with display.doing("preparing data, model and plan"):
+            run = build(config, plan, display.say, base)
+        _print_run(run, console)
+        return run
 
-def _host_note(run: Run) -> str | None:
-    """Returns what several steps a call may save of a run over several GPUs."""
-    config, placement = run.config, run.placement
-    is_on_gpus = placement.size > 1 and jax.default_backend() == "gpu"
-    if not is_on_gpus or config.mesh.sync_every > 1:
-        return None
-    size = config.loop.batch_size // placement.size
-    workload = workload_of(config, run.splits.train.schema, size)
-    return host_note(workload, Mesh(*placement.shape), run.total_steps)
-
-
-def _plan_of(start: Saved | SourceRun | None) -> Any:
-    """Returns the plan of a checkpoint as JSON values, None without one."""
-    saved = start.saved if isinstance(start, SourceRun) else start
-    return None if saved is None else saved.meta.get("plan", {})
-
-
-def _observed_as(saved: Saved | None, config: Config) -> Config:
-    """Returns the configuration of a run that Probe goes on to observe, or not.
-
-    Args:
-        saved: the checkpoint to go on from; None leaves the choice to the plan.
-    """
-    if saved is None or config.probe.every is not None:
-        return config
-    every = OBSERVE_EVERY if saved.has("probe") else 0
-    probe = dataclasses.replace(config.probe, every=every)
-    return dataclasses.replace(config, probe=probe)
-
-
-def _require_same_data(saved: Saved | None, run: Run):
-    """Raises ValueError if a checkpoint was trained on other data than the run's."""
+    plan = None if start is None else start.saved.meta.get("plan", {})
+    run = build_in_turn(processes, build_run, plan)
     if saved is None:
-        return
+        return run
     changed = jsonfile.explain_mismatch(saved.meta.get("data"), run.splits.identity)
     if changed:
         raise ValueError(
@@ -238,25 +213,58 @@ def _require_same_data(saved: Saved | None, run: Run):
             f"({'; '.join(changed[:5])}): put the old data back, or train in another "
             "--workdir."
         )
+    return run
 
 
-def _record(config: Config, workdir: pathlib.Path, processes: Processes) -> RunRecord:
-    if not processes.is_first:
-        return SilentRecord(workdir)
+def _start_of(
+    config: Config, workdir: pathlib.Path, newest: Checkpoints
+) -> SourceRun | None:
+    """Returns the run to start from: itself at its newest checkpoint, or another."""
+    saved = newest.newest() if config.run.resume else None
+    if saved is None:
+        return next_day.source_of(config)
+    return SourceRun(workdir, config, newest, saved, is_resumed=True)
+
+
+def _resumed(start: SourceRun | None) -> Saved | None:
+    """Returns the checkpoint of a run that goes on itself; None for another start."""
+    return start.saved if start is not None and start.is_resumed else None
+
+
+def _print_run(run: Run, console: Console):
+    config, report = run.config, run.splits.report
+    print_data(console, report)
+    schema = run.splits.train.schema
+    dims = config.embedding.dims_of(schema.fields, schema.owners)
+    print_columns(console, report, dims)
+    if run.placement.size > 1:
+        console.print(used_devices(*run.placement.shape))
+    print_sites(console, run.running_sites)
+    print_plan(console, run.plan, run.plan_notes)
+    is_on_gpus = run.placement.size > 1 and jax.default_backend() == "gpu"
+    if is_on_gpus and config.mesh.sync_every == 1:
+        size = config.loop.batch_size // run.placement.size
+        workload, mesh = workload_of(config, schema, size), Mesh(*run.placement.shape)
+        if note := host_note(workload, mesh, run.total_steps):
+            console.print(note)
+    if config.run.profile_steps().start >= run.total_steps:
+        raise ValueError(
+            f"--profile {config.run.profile} starts after the run's last step "
+            f"{run.total_steps - 1}: start earlier."
+        )
+
+
+def _open_record(
+    config: Config, workdir: pathlib.Path, processes: Processes
+) -> RunRecord:
     return RunRecord(
         workdir,
         config=config.identity(),
         resume=config.run.resume,
         may_change=_MAY_CHANGE,
         tensorboard=config.run.tensorboard,
+        writes=processes.is_first,
     )
-
-
-class _Folders(NamedTuple):
-    """The checkpoints of the newest steps, and that of the best evaluation."""
-
-    newest: Checkpoints
-    best: Checkpoints
 
 
 def _open_folders(
@@ -264,45 +272,41 @@ def _open_folders(
     config: Config,
     workdir: pathlib.Path,
     processes: Processes,
-) -> _Folders:
-    """Returns the run's checkpoints, without what an interrupted save left."""
+) -> tuple[Checkpoints, Checkpoints]:
+    """Returns the checkpoints of the newest steps, and that of the best evaluation."""
     keep = config.loop.keep_checkpoints
-    folders = _Folders(
-        Checkpoints(workdir / CHECKPOINTS, keep=keep, processes=processes),
-        Checkpoints(workdir / BEST, keep=1, processes=processes),
-    )
-    for folder in folders:
+    newest = Checkpoints(workdir / CHECKPOINTS, keep=keep, processes=processes)
+    best = Checkpoints(workdir / BEST, keep=1, processes=processes)
+    for folder in (newest, best):
         stack.enter_context(folder)
-        folder.remove_unfinished()
-    return folders
+        folder.remove_unfinished()  # of an interrupted save
+    return newest, best
 
 
 def _open_loop(
     stack: contextlib.ExitStack,
     run: Run,
-    start: Saved | SourceRun | None,
+    start: SourceRun | None,
     record: RunRecord,
-    folders: _Folders,
+    folders: tuple[Checkpoints, Checkpoints],
     display: TrainingProgress,
 ) -> Loop:
     """Returns the loop, at its checkpoint, or at step 0 of a run of its own."""
-    config = run.config
-    saved = start if isinstance(start, Saved) else None
-    is_next = isinstance(start, SourceRun)
-    with display.doing("initializing"):
-        state = next_day.initial_state(run, start) if is_next else run.init()
-    progress = Progress(position=Position(0, 0, config.seed))
+    config, (newest, best), saved = run.config, folders, _resumed(start)
     if saved is not None:
         with display.doing("reading the checkpoint"):
-            parts = vars(state), run.placement.layout, config.identity()
-            state = TrainState(**read_state(folders.newest, saved, *parts))
-        progress = Progress.from_json(saved.meta.get("progress", {}))
+            run, state, progress = restored(newest, saved, run)
         display.say(resume_note(saved.step, run.total_steps, config.loop))
-    elif config.run.resume:
-        display.say("Nothing was saved yet: starting at step 0.")
-    folders.best.drop_after(progress.step)
+    else:
+        progress = Progress(position=Position(0, 0, config.seed))
+        with display.doing("initializing"):
+            is_first = start is None
+            state = run.init() if is_first else next_day.initial_state(run, start)
+        if config.run.resume:
+            display.say("Nothing was saved yet: starting at step 0.")
+    best.drop_after(progress.step)
     keeps_best = config.optim.plateau_patience is not None
-    require_space(folders if keeps_best else [folders.newest], state)
+    require_space(folders if keeps_best else [newest], state)
     display.begin(run.total_steps, progress.step)
     profiler = Profiler(config.run.profile_steps(), record.workdir / "profile")
     stack.callback(profiler.close)
@@ -311,52 +315,40 @@ def _open_loop(
         state,
         progress,
         record=record,
-        checkpoints=folders.newest,
-        best=folders.best,
+        checkpoints=newest,
+        best=best,
         display=display,
         profiler=profiler,
     )
 
 
-def _begin_record(record: RunRecord, loop: Loop, *, is_new: bool):
+def _begin_record(record: RunRecord, loop: Loop, start: SourceRun | None):
     """Writes what a run knows of itself before its first step."""
     run, progress = loop.run, loop.progress
+    is_new = _resumed(start) is None
     # A run that begins again has scored its day again.
     record.start(-1 if is_new else progress.step)
-    if not isinstance(record, SilentRecord):
+    if record.writes:
         keep_encoding(run.splits, record.workdir)
     if is_new and progress.days:
         record.log(log_lines.day(progress))
-    record.write_sites([site.as_row() for site in run.running_sites])
-    record.write_plan(run.plan)
+    record.write(SITES, [site.as_row() for site in run.running_sites])
+    record.write(PLAN, as_json(run.plan))
 
 
 def _dry_run(config: Config, console: Console, display: TrainingProgress) -> int:
-    """Builds a run as it would begin or go on, and compiles a step without taking it.
-
-    Raises:
-        ValueError: also if there is no checkpoint to go on from, or one of other data.
-    """
+    """Builds a run as it would begin or go on, and compiles a step."""
     if config.run.resume:
         start = open_run(choose_workdir(config), best=False)
-        config = _observed_as(start.saved, config)
-        base = next_day.base_of(start.saved, None, start.workdir)
+        start = start._replace(is_resumed=True)
     else:
         start = next_day.source_of(config)
-        base = next_day.base_of(None, start, pathlib.Path())
-    run = _build(config, console, display, _plan_of(start), base)
-    if config.run.resume and start is not None:
-        _require_same_data(start.saved, run)
+    run = _build(config, console, display, start)
     with display.doing("compiling"):
-        return _compile(run, console)
-
-
-def _compile(run: Run, console: Console) -> int:
-    """Compiles a training step and prints what it holds."""
-    state = jax.eval_shape(run.init)
-    batch = run.read(run.splits.train, 0)
-    compiled = run.first_step.lower(state, batch).compile()
-    memory = compiled.memory_analysis()
+        state = jax.eval_shape(run.init)
+        batch = run.read(run.splits.train, 0)
+        step = run.train_step(scales_initialized=False)
+        memory = step.lower(state, batch).compile().memory_analysis()
     if memory is not None:
         held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         console.print(f"One step compiles; it holds {held / 2**20:,.0f} MiB.")

@@ -59,6 +59,16 @@ class TrainState:
     grad_norm: Float[Array, ""]
     metrics: metrics.MetricState
 
+    @classmethod
+    def at_start(cls, **parts: Any) -> "TrainState":
+        """Returns a state of these parts that has seen no step."""
+        counters = ("step", "skipped", "skipped_in_a_row", "bad_ids")
+        start: dict[str, Any] = {x: jnp.zeros((), jnp.int32) for x in counters}
+        start["metrics"] = metrics.init()
+        start["lr_scale"] = jnp.ones((), jnp.float32)
+        start["grad_norm"] = jnp.zeros((), jnp.float32)
+        return cls(**start | parts)
+
 
 def init_state(
     key: Array,
@@ -71,13 +81,7 @@ def init_state(
     init_stddev: float,
     probe: ProbeConfig | None = None,
 ) -> TrainState:
-    """Returns the state before the first step.
-
-    Args:
-        key: random key of the initial values.
-        model: maps dense features and embeddings to logits.
-        probe: how Probe observes sites; None for no Probe.
-    """
+    """Returns the state before the first step."""
     model_key, table_key = jax.random.split(key)
     with probing(probe):
         variables = project(model, tables).init(
@@ -91,8 +95,7 @@ def init_state(
         table_keys(table_key, tables),
     )
     params = variables["params"]
-    return TrainState(
-        step=jnp.zeros((), jnp.int32),
+    return TrainState.at_start(
         params=params,
         fp8=variables.get(OVERWRITE_WITH_GRADIENT, {}),
         batch_stats=variables.get("batch_stats", {}),
@@ -100,21 +103,11 @@ def init_state(
         opt_state=optimizer.init(params),
         table=table,
         row_state=by_stack(lambda _, x: row_optimizer.init(x), tables, table),
-        lr_scale=jnp.ones((), jnp.float32),
-        skipped=jnp.zeros((), jnp.int32),
-        skipped_in_a_row=jnp.zeros((), jnp.int32),
-        bad_ids=jnp.zeros((), jnp.int32),
-        grad_norm=jnp.zeros((), jnp.float32),
-        metrics=metrics.init(),
     )
 
 
 def table_keys(key: Array, tables: Tables) -> Any:
-    """Returns the random key of the initial table of each stack.
-
-    Args:
-        key: the second of the two that the key of `init_state` splits into.
-    """
+    """Returns the random key of each stack, from the second half of the state's."""
     if isinstance(tables, MixedTables):
         return tuple(jax.random.split(key, len(tables.stacks)))
     return key

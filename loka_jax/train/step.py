@@ -67,8 +67,6 @@ def make_train_step(
     Args:
         model: maps dense features and embeddings to logits. A model with a
             `compute_dtype` gets embeddings of that dtype.
-        placement: where the tables are, and the other parts of a batch.
-        row_update: how the tables' rows are updated.
         microbatches: parts of the batch whose gradients are accumulated. Except for
             batch norm, the result equals that of the whole batch up to rounding; FP8
             state is merged by the maximum.
@@ -76,8 +74,8 @@ def make_train_step(
         probe: how Probe observes the sites in this step; None if it does not.
         task_weights: weights of the losses of several tasks; 1 for each if empty.
     """
-    network = project(model, placement.tables)
-    gradients = functools.partial(gradients_of, network, probe, task_weights)
+    projected = project(model, placement.tables)
+    gradients = functools.partial(gradients_of, projected, probe, task_weights)
     if microbatches > 1:
         gradients = functools.partial(
             accumulate, gradients, microbatches, probe is not None
@@ -85,7 +83,7 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch, routed: Any = None):
         with jax.named_scope("lookup"):
-            rows, found = placement.look_up(network, state, batch, routed)
+            rows, found = placement.look_up(projected, state, batch, routed)
         key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         key_of_part = placement.key_of_part(key)
         with merging_over_devices():
@@ -128,11 +126,11 @@ def make_eval_step(
     the metrics with those of the whole batch added, and the logits of the device's own
     examples, float32, [B] of one task and [B, T] of several.
     """
-    network = project(model, placement.tables)
+    projected = project(model, placement.tables)
 
     def step(state: TrainState, seen: Any, batch: Batch, routed: Any = None):
-        rows, _ = placement.look_up(network, state, batch, routed)
-        logits = network.apply(variables_of(state), batch.dense, rows)
+        rows, _ = placement.look_up(projected, state, batch, routed)
+        logits = projected.apply(variables_of(state), batch.dense, rows)
         logits = jnp.asarray(logits).astype(jnp.float32)
         return metrics.merge(seen, placement.sum(_seen(seen, logits, batch))), logits
 
@@ -148,9 +146,9 @@ def logits_of(
     model: Model, tables: Tables, state: TrainState, batch: Batch
 ) -> Float[Array, "B"] | Float[Array, "B T"]:
     """Returns the logits of a batch in evaluation mode, on one device."""
-    network = project(model, tables)
-    rows = Placement(tables).look_up_alike(network, state, batch)
-    return jnp.asarray(network.apply(variables_of(state), batch.dense, rows))
+    projected = project(model, tables)
+    rows = Placement(tables).look_up_alike(projected, state, batch)
+    return jnp.asarray(projected.apply(variables_of(state), batch.dense, rows))
 
 
 def make_observe_step(
@@ -165,17 +163,17 @@ def make_observe_step(
     the training step if the batch is a part of them: gradients are as large as in that
     step. All devices return the same.
     """
-    network = project(model, placement.tables)
+    projected = project(model, placement.tables)
 
     def step(state: TrainState, batch: Batch, total_weight: Array | None = None):
-        rows = placement.look_up_alike(network, state, batch)
+        rows = placement.look_up_alike(projected, state, batch)
         with probing(observer):
-            init = functools.partial(network.init, jax.random.key(0))
+            init = functools.partial(projected.init, jax.random.key(0))
             shapes = jax.eval_shape(init, batch.dense, rows)[PROBE]
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         state = dataclasses.replace(state, probe=at_step(empty, state.step))
         inputs = state, batch, rows, jax.random.key(0), total_weight
-        return gradients_of(network, observer, task_weights, *inputs)[-1].probe
+        return gradients_of(projected, observer, task_weights, *inputs)[-1].probe
 
     return placement.everywhere(step)
 

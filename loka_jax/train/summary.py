@@ -9,10 +9,9 @@ from rich.console import Console
 from loka_jax.dispatch.plan import plan_rows
 from loka_jax.optim import OptimConfig
 from loka_jax.report.run_page import gap_closed
+from loka_jax.train.evaluation import evaluate_finally
 from loka_jax.train.folder.record import RunRecord, versions
-from loka_jax.train.logs.final_evaluation import evaluate_finally
-from loka_jax.train.logs.log_lines import over_devices
-from loka_jax.train.logs.progress import plain
+from loka_jax.train.logs.printing import plain, quality_lines
 from loka_jax.train.loop import Loop
 from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.watch.host_state import Progress
@@ -50,8 +49,8 @@ def summarize(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any
         "steps": progress.step,
         "examples": progress.examples,
         "seconds": progress.seconds,
-        "compile_seconds": round(loop.compile_seconds(), 3),
-        "examples_per_second": loop.examples_per_second(),
+        "compile_seconds": round(loop.clock.compile_seconds(), 3),
+        "examples_per_second": loop.clock.session_rate(progress),
         "skipped_steps": int(loop.state.skipped),
         "bad_ids": int(loop.state.bad_ids),
         "best_valid": progress.best,
@@ -67,7 +66,9 @@ def summarize(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any
         "warnings": progress.scale_watch.warnings,
         "days": progress.days,
         "data": splits.report,
-    } | over_devices(run)
+        **run.placement.numbers(),
+        **run.placement.choices(),
+    }
 
 
 def _which(optim: OptimConfig, progress: Progress, step: int) -> str:
@@ -76,15 +77,6 @@ def _which(optim: OptimConfig, progress: Progress, step: int) -> str:
         return f"step {step:,}, the last"
     task = "" if optim.best_task is None else f" of {optim.best_task}"
     return f"step {step:,}, the best by {_MEASURES[optim.best_by]}{task}"
-
-
-def _quality(values: dict[str, Any]) -> str:
-    names = _MEASURES | {"calibration": "calibration"}
-    shown = (
-        f"{names[name]} {'n/a' if values[name] is None else f'{values[name]:.5f}'}"
-        for name in ("auc", "logloss", "ne", "calibration")
-    )
-    return "  ".join(shown)
 
 
 def print_end(
@@ -104,14 +96,9 @@ def print_end(
         resume = f"continue with --resume --workdir {report.parent}"
         console.print(plain(f"{stopped}: {resume}"))
         return
-    tasks = final.get("tasks", {})
-    mean = f", mean of {len(tasks)} tasks" if tasks else ""
-    state = summary["final_state"]
-    console.print(
-        plain(f"{summary['final_split']}{mean}: {_quality(final)}  ({state})")
-    )
-    for name, values in tasks.items():
-        console.print(plain(f"  {name}: {_quality(values)}"))
+    state = f"  ({summary['final_state']})"
+    for line in quality_lines(summary["final_split"], final, state):
+        console.print(plain(line))
     best = summary["best_possible_ne"]
     share = gap_closed(final["ne"], best)
     if share is not None:

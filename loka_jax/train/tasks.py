@@ -82,9 +82,7 @@ def evaluated(
 ) -> dict[str, Any]:
     """Returns the numbers of an evaluation, see `by_task`.
 
-    Args:
-        logits: float32 [N], or [N, T] of several tasks.
-        labels: of the same shape; NaN where one is missing.
+    Logits and labels are [N], or [N, T] of several tasks; a missing label is NaN.
     """
     numbers = {}
     for task, (name, part) in enumerate(
@@ -111,6 +109,15 @@ def by_task(numbers: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         for key in first
     }
     return means | {"tasks": dict(numbers)}
+
+
+def select(values: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Returns some of an evaluation's numbers under new names, also of each task."""
+    line = {new: values[old] for new, old in names.items()}
+    if "tasks" in values:
+        parts = values["tasks"].items()
+        line["tasks"] = {task: select(part, names) for task, part in parts}
+    return line
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -16,7 +16,7 @@ import numpy as np
 from experiments.configs import find_config
 from loka_jax.data.generated import schema_of
 from loka_jax.predict import trained
-from loka_jax.train.network import network
+from loka_jax.train.model import model_of
 from loka_jax.train.placement import Placement
 
 # What jax needs: a clean environment has nothing else.
@@ -61,7 +61,7 @@ def blank_dlrm(**options) -> trained.Trained:
     model = config.model.clone(**options)
     config = dataclasses.replace(config, data=data, model=model)
     schema = schema_of(data)
-    net = network(config, schema)
+    net = model_of(config, schema)
     shapes = jax.eval_shape(lambda: trained._initial(config, net, len(schema.dense)))
     # Put on the device, not made there: nothing is compiled.
     zeros = jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))

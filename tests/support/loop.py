@@ -25,8 +25,8 @@ from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.checkpoints.row_layout import RowLayout
 from loka_jax.train.folder.record import RunRecord
-from loka_jax.train.logs.profiler import Profiler
 from loka_jax.train.logs.progress import TrainingProgress
+from loka_jax.train.logs.timing import Profiler
 from loka_jax.train.loop import Loop
 from loka_jax.train.placement import Placement
 from loka_jax.train.processes.signals import StopRequest
@@ -172,9 +172,9 @@ class StandInRun(Run):
 class _Record(RunRecord):
     def __init__(self, events):
         self.events, self.lines = events, []
-        self.write_plan = mock.Mock()
+        self.write = mock.Mock()
 
-    def log(self, line):
+    def log(self, line, name="metrics.jsonl"):
         self.events.append(f"log {line['kind']} {line['step']}")
         self.lines.append(line)
 
@@ -191,7 +191,6 @@ class StandInCheckpoints(Checkpoints):
     def save(self, step, state, meta):
         self.events.append(f"save {self.name} {step}")
         self.saved[step] = state, meta
-        return True
 
     def wait(self):
         self.events.append(f"wait for {self.name}")

@@ -15,7 +15,7 @@ from loka_jax.data.records import Encoding
 from loka_jax.data.values import Standardizer
 from loka_jax.predict import Predictor, trained
 from loka_jax.train.config import EmbeddingConfig
-from loka_jax.train.folder.scores_file import read_scores
+from loka_jax.train.scores import read_scores
 from tests.support import train as support
 
 HEADER = "label,price,user,item\n"

@@ -85,8 +85,7 @@ def build(config, saved=None, say=print, base=None):
         start = run.init()
         _made[key] = {
             "init": lambda: jax.tree.map(jnp.copy, start),
-            "compiled_steps": run.compiled_steps,
-            "compiled_eval_steps": run.compiled_eval_steps,
+            "programs": run.programs,
         }
     vars(run).update(_made[key])
     return run

@@ -27,17 +27,17 @@ export
 """
 TRAIN = """
 processes tables metrics
-checkpoints state tasks
+checkpoints state tasks scores
 gradients
 placement
 step
 mesh
 config
-network planning
+model planning
 planner build
 watch
 evaluation
-logs steps_per_call
+logs
 folder
 loop
 next_day summary

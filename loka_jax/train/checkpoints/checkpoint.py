@@ -64,12 +64,10 @@ class Checkpoints(contextlib.AbstractContextManager):
         keep: int = 3,
         processes: Processes = ALONE,
     ):
-        """Opens `directory`, creating it if necessary.
+        """Opens `directory`, creating it if necessary; it may be a symlink itself.
 
         Args:
-            directory: the folder of the steps; it may be a symlink itself.
             keep: the number of newest checkpoints to keep.
-            processes: of the run.
 
         Raises:
             ValueError: if the directory cannot be made, or its path holds a wildcard,
@@ -99,25 +97,16 @@ class Checkpoints(contextlib.AbstractContextManager):
         """Closes the checkpoints."""
         self.close()
 
-    def copies_to_come(self) -> int:
-        """Returns how many checkpoints there will be at most beside those there are."""
-        # The oldest checkpoint is removed after the newest has been saved.
-        return max(self._keep - len(self._steps()), 0) + 1
-
-    def save(self, step: int, state: Any, meta: dict[str, Any]) -> bool:
-        """Starts saving `state` as `step`, after any earlier save has ended.
+    def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
+        """Starts saving `state` as `step`, after any earlier save, unless it is saved.
 
         The arrays are copied to the host before this returns, so their device buffers
         may be donated immediately. The newest `keep` checkpoints are kept.
 
         Args:
             step: the number of steps `state` has seen.
-            state: a pytree of arrays, including FP8 arrays and typed PRNG keys.
-            meta: finite JSON values, which `newest` returns;
-                `meta["config"]` helps to explain a mismatch.
-
-        Returns:
-            False if `step` was saved already and nothing was done.
+            state: a pytree of arrays, including FP8 arrays.
+            meta: finite JSON values, which `newest` returns.
 
         Raises:
             ValueError: if a leaf is not an array, `meta` is not JSON, or the disk is
@@ -126,18 +115,17 @@ class Checkpoints(contextlib.AbstractContextManager):
         """
         self.wait()
         if step in self._steps():
-            return False
-        arrays = {name: to_host(leaf) for name, leaf in named_leaves(state)}
-        leaves = {name: described(leaf) for name, leaf in named_leaves(state)}
+            return
+        arrays = {name: to_host(leaf) for name, leaf in named_leaves(state).items()}
         meta = jsonfile.as_dict(jsonfile.jsonable(meta, nan_as_null=False))
         size = sum(array.nbytes for array in arrays.values())
         _require_copies(self._directory, 1, size)
         write = functools.partial(self._write, step, arrays)
         if self._processes.count > 1:
             write = self._begin_shared(step, arrays)
-        saved = Saved(step, meta, leaves)
-        self._saving = self._background.submit(self._finish, saved, write)
-        return True
+        saved = Saved(step, meta, described(state))
+        shapes = {name: array.shape for name, array in arrays.items() if array.size}
+        self._saving = self._background.submit(self._finish, saved, shapes, write)
 
     def wait(self) -> None:
         """Waits until no save is in progress.
@@ -188,7 +176,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         step = self._processes.same("" if newest is None else str(newest.step))
         if self._processes.is_first or not step:
             return newest
-        return manifest.verified_by_another(self._path(int(step)))  # the first
+        # The first has checked its files.
+        return manifest.read(self._path(int(step))).content
 
     def _newest(self) -> Saved | None:
         for step in sorted(self._steps(), reverse=True):
@@ -201,7 +190,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             except manifest.Damaged as damage:
                 if not path.exists():  # its run has saved a newer one meanwhile
                     return self._newest()
-                self._put_aside(path, damage)
+                _put_aside(path, damage)
         if damaged := sorted(self._directory.glob("*.damaged-*")):
             names = ", ".join(path.name for path in damaged[-3:])
             raise ValueError(
@@ -210,9 +199,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             )
         return None
 
-    def read(
-        self, saved: Saved, template: Any, *, config: dict[str, Any] | None = None
-    ) -> Any:
+    def read(self, saved: Saved, template: Any) -> Any:
         """Returns the state of a verified checkpoint.
 
         Leaves are bit for bit as saved, on the devices of the template's leaves.
@@ -220,21 +207,15 @@ class Checkpoints(contextlib.AbstractContextManager):
         Args:
             saved: from `newest`.
             template: a pytree of arrays or `jax.ShapeDtypeStruct` like the saved state.
-            config: the current config, to explain a template that does not fit.
 
         Raises:
             ValueError: if the tree, a shape or a dtype differs from `template`. Nothing
                 is cast.
         """
-        changed = []
-        if config is not None:
-            changed = jsonfile.explain_mismatch(saved.meta.get("config", {}), config)
-        require_fit(saved.leaves, template, self._path(saved.step), changed)
-        named = dict(named_leaves(template))
-        arrays = orbax_files.read(
-            self._path(saved.step),
-            {name: leaf for name, leaf in named.items() if leaf.size},
-        )
+        path, named = self._path(saved.step), named_leaves(template)
+        require_fit(saved.leaves, template, path)
+        stored = {name: leaf for name, leaf in named.items() if leaf.size}
+        arrays = orbax_files.read(path, stored)
         leaves = [from_host(arrays.get(name), leaf) for name, leaf in named.items()]
         return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
@@ -267,22 +248,16 @@ class Checkpoints(contextlib.AbstractContextManager):
         _remove(self._unfinished)
         self._unfinished.mkdir()
 
-    def _finish(self, saved: Saved, write: Callable[[], None]) -> None:
-        """Ends a save in the background thread.
-
-        Args:
-            saved: what is saved.
-            write: writes the arrays, or waits until they are written.
-
-        Raises:
-            OSError: if it failed for any reason, which `wait` raises.
-        """
+    def _finish(
+        self, saved: Saved, shapes: dict[str, Any], write: Callable[[], None]
+    ) -> None:
+        """Ends a save in the background; `write` returns once arrays are written."""
         is_alone = self._processes.count == 1
         for retries_left in (1, 0) if is_alone else (0,):
             try:
                 write()
                 if self._processes.is_first:
-                    self._commit(saved)
+                    self._commit(saved, shapes)
                     self._remove_old()
                 orbax_files.meet(self._processes, "saved")
                 return
@@ -298,17 +273,10 @@ class Checkpoints(contextlib.AbstractContextManager):
                     "saving step %d failed (%s): retrying.", saved.step, reason
                 )
 
-    def _commit(self, saved: Saved) -> None:
-        """Opens what was written again, and makes it a checkpoint.
-
-        Raises:
-            OSError: unless Orbax finds every array.
-        """
+    def _commit(self, saved: Saved, shapes: dict[str, Any]) -> None:
+        """Makes what was written a checkpoint, if Orbax finds every array again."""
         written = self._unfinished / str(saved.step)
-        wanted = {
-            k: tuple(x.shape) for k, x in saved.leaves.items() if 0 not in x.shape
-        }
-        if wanted and orbax_files.shapes(written) != wanted:
+        if shapes and orbax_files.shapes(written) != shapes:
             raise OSError("what was written holds other arrays than the state")
         manifest.write(written, saved)
         os.replace(written, self._path(saved.step))
@@ -329,33 +297,35 @@ class Checkpoints(contextlib.AbstractContextManager):
         os.replace(self._path(step), removed)
         _remove(removed)
 
-    def _put_aside(self, path: Path, damage: manifest.Damaged) -> None:
-        number = 1
-        while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
-            number += 1
-        os.replace(path, aside)
-        text = printable(str(damage))
-        _log.warning("checkpoint damaged, renamed to %s: %s.", aside.name, text)
+
+def _put_aside(path: Path, damage: manifest.Damaged) -> None:
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
+        number += 1
+    os.replace(path, aside)
+    text = printable(str(damage))
+    _log.warning("checkpoint damaged, renamed to %s: %s.", aside.name, text)
 
 
 def require_space(folders: Sequence[Checkpoints], state: Any) -> None:
     """Checks, before the first step, that the checkpoints of a run will fit.
 
-    Args:
-        folders: all that the run saves to. Those on one file system share its space.
-        state: a pytree of arrays or `jax.ShapeDtypeStruct`.
-
     Raises:
-        ValueError: if a file system has less space than the checkpoints that are kept
-            and those in progress need beside the ones that are there.
+        ValueError: if a file system has less space than the checkpoints of a state that
+            are kept, and those in progress, need beside the ones that are there.
+            Folders on one file system share its space.
     """
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    by_device: dict[int, list[Checkpoints]] = {}
+    copies: dict[int, int] = {}  # to come, by file system
+    places: dict[int, Path] = {}
     for folder in folders:
-        by_device.setdefault(folder._directory.stat().st_dev, []).append(folder)
-    for together in by_device.values():
-        copies = sum(folder.copies_to_come() for folder in together)
-        _require_copies(together[0]._directory, copies, size)
+        device = folder._directory.stat().st_dev
+        # The oldest checkpoint is removed after the newest has been saved.
+        to_come = max(folder._keep - len(folder._steps()), 0) + 1
+        copies[device] = copies.get(device, 0) + to_come
+        places.setdefault(device, folder._directory)
+    for device, count in copies.items():
+        _require_copies(places[device], count, size)
 
 
 def _require_copies(directory: Path, copies: int, state_bytes: int) -> None:

@@ -1,6 +1,5 @@
 """The leaves of a saved state by name: to host memory and back, and what must agree."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,65 +8,38 @@ import jax.numpy as jnp
 import numpy as np
 
 
-@dataclasses.dataclass
-class Leaf:
-    """Shape and dtype of a leaf.
-
-    Attributes:
-        shape: of a typed PRNG key, that of its words.
-        dtype: of a typed PRNG key, with its generator.
-    """
-
-    shape: list[int]
-    dtype: str
-
-    def __str__(self) -> str:
-        """Returns both, such as "float32[8, 4]"."""
-        return f"{self.dtype}{self.shape}"
-
-
-def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Returns the leaves with their paths, such as "params/dense_0/kernel"."""
-    named = [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-    for name, leaf in named:
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Returns the leaves by their paths, such as "params/dense_0/kernel"."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    named = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in leaves
+    }
+    for name, leaf in named.items():
         if not hasattr(leaf, "dtype"):
             raise ValueError(
                 f"state leaf {name!r} is a {type(leaf).__name__}, not an array: wrap "
                 "it in jnp.asarray, or put it into meta."
             )
     # {"a": {"b": x}, "a/b": y} would share a name; only a programming error does that.
-    assert len({name for name, _ in named}) == len(named), "two leaves share a path"
+    assert len(named) == len(leaves), "two leaves share a path"
     return named
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def to_host(leaf: Any) -> np.ndarray | jax.Array:
-    """Returns a copy of a leaf in host memory; the words of a typed PRNG key.
+    """Returns a copy of a leaf in host memory.
 
-    An array that processes share stays as it is. One that each process has for itself
-    is equal in all, such as a learning rate.
+    A copy, as the array may be donated and its memory reused while Orbax writes. An
+    array that processes share stays as it is. One that each process has for itself is
+    equal in all, such as a learning rate.
     """
     if not getattr(leaf, "is_fully_addressable", True):
         return leaf
-    return _copied(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
-
-
-def _copied(array: Any) -> np.ndarray:
-    """Returns a copy of an array whose parts are all in this process.
-
-    A copy, as the array may be donated and its memory reused while Orbax writes.
-    """
-    if not isinstance(array, jax.Array) or len(array.sharding.device_set) == 1:
-        return np.array(array, copy=True)
+    if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
+        return np.array(leaf, copy=True)
     # Of an array over several devices JAX would make a copy of its own, and keep it.
-    out = np.empty(array.shape, array.dtype)
-    for shard in array.addressable_shards:
+    out = np.empty(leaf.shape, leaf.dtype)
+    for shard in leaf.addressable_shards:
         if shard.replica_id == 0:
             out[shard.index] = shard.data
     return out
@@ -78,7 +50,6 @@ def from_host(array: np.ndarray | jax.Array | None, template: Any) -> Any:
 
     Args:
         array: in host memory, or on these devices already; None without elements.
-        template: like the leaf.
     """
     if isinstance(array, jax.Array):
         return array
@@ -87,47 +58,32 @@ def from_host(array: np.ndarray | jax.Array | None, template: Any) -> Any:
     if isinstance(template, np.ndarray | np.generic):
         return array
     # An uncommitted array stays so: a committed copy would cause a recompilation.
-    is_uncommitted = template.sharding is None or not getattr(
-        template, "committed", True
-    )
-    if not _is_key(template):
-        if is_uncommitted:
-            return jnp.asarray(array)
-        sharding: Any = template.sharding
-        # No device, and no process, needs all of it on its devices.
-        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
-    impls = []
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), template)
-    leaf = jax.random.wrap_key_data(jnp.asarray(array), impl=impls[0])
-    return leaf if is_uncommitted else jax.device_put(leaf, template.sharding)
+    sharding: Any = template.sharding
+    if sharding is None or not getattr(template, "committed", True):
+        return jnp.asarray(array)
+    # No device, and no process, needs all of it on its devices.
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
-def described(leaf: Any) -> Leaf:
-    """Returns shape and dtype of a leaf, as a checkpoint keeps it."""
-    words = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
-    return Leaf(list(words.shape), str(leaf.dtype))
+def described(tree: Any) -> dict[str, str]:
+    """Returns dtype and shape of the leaves by name, such as "float32[8, 4]"."""
+    named = named_leaves(tree)
+    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in named.items()}
 
 
-def require_fit(
-    saved: dict[str, Leaf], template: Any, path: Path, changed: list[str]
-) -> None:
+def require_fit(saved: dict[str, str], template: Any, path: Path) -> None:
     """Raises ValueError at the first leaf in which checkpoint and template differ.
 
-    Args:
-        saved: shape and dtype of the checkpoint's leaves, by name.
-        template: the expected tree.
-        path: of the checkpoint.
-        changed: the differences between the configs, to explain the error.
+    The leaves of the checkpoint at `path` are as `described`.
     """
-    expected = {name: described(leaf) for name, leaf in named_leaves(template)}
+    expected = described(template)
     names = [n for n in {**expected, **saved} if saved.get(n) != expected.get(n)]
     if not names:
         return
     name = names[0]
     more = f" (and {len(names) - 1} more leaves differ)" if names[1:] else ""
-    reason = f"; the configs differ in {', '.join(changed[:5])}" if changed else ""
     raise ValueError(
         f"{path} does not fit this model: {name!r} is {saved.get(name, 'absent')} "
         f"there and {expected.get(name, 'absent')} here{more}: resume with the config "
-        f"it was saved with, or use another --workdir{reason}."
+        f"it was saved with, or use another --workdir."
     )

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from loka_jax import jsonfile, saved_format
-from loka_jax.train.checkpoints.leaves import Leaf
 
 NAME = "manifest.json"
 
@@ -30,12 +29,12 @@ class Saved:
     Attributes:
         step: the number of steps its state has seen.
         meta: the values that were saved with the state.
-        leaves: shape and dtype of every leaf, by name.
+        leaves: dtype and shape of every leaf, by name.
     """
 
     step: int
     meta: dict[str, Any]
-    leaves: dict[str, Leaf]
+    leaves: dict[str, str]
 
     def only(self, parts: Collection[str]) -> "Saved":
         """Returns the checkpoint as if it held these parts of the state only."""
@@ -70,7 +69,7 @@ def verify(path: Path) -> Saved:
     """
     try:
         present = _files(path)
-        manifest = _read(path)
+        manifest = read(path)
         # If the sets are equal, no listed path points outside the directory.
         if missing := sorted(manifest.files.keys() - present):
             raise Damaged(f"{path / missing[0]}: missing")
@@ -88,20 +87,13 @@ def verify(path: Path) -> Saved:
     return manifest.content
 
 
-def verified_by_another(path: Path) -> Saved:
-    """Returns what is saved in `path`, whose files another process has checked."""
-    return _read(path).content
-
-
 def _files(path: Path) -> set[str]:
     """Returns the relative names of the files under `path`, except the manifest."""
-    if path.is_symlink():
-        raise Damaged(f"{path}: is a symlink")
     names = set()
+    _require_no_link(path)
     for folder, folders, files in os.walk(path):  # does not enter symlinks
         for child in (Path(folder) / name for name in (*folders, *files)):
-            if child.is_symlink():
-                raise Damaged(f"{child}: is a symlink")
+            _require_no_link(child)
             if child.is_file():
                 names.add(child.relative_to(path).as_posix())
             elif not child.is_dir():  # opening a pipe would wait forever
@@ -109,10 +101,15 @@ def _files(path: Path) -> set[str]:
     return names - {NAME}
 
 
-def _read(path: Path) -> _Manifest:
+def _require_no_link(path: Path) -> None:
+    if path.is_symlink():
+        raise Damaged(f"{path}: is a symlink")
+
+
+def read(path: Path) -> _Manifest:
+    """Returns the manifest in `path`, whose files it does not check."""
     file = path / NAME
-    if file.is_symlink():
-        raise Damaged(f"{file}: is a symlink")
+    _require_no_link(file)
     if not file.is_file():
         raise Damaged(f"{file}: missing")
     try:

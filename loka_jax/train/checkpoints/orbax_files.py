@@ -25,18 +25,14 @@ _one_at_a_time = threading.Lock()
 
 def quiet() -> None:
     """Keeps Orbax's progress messages off the console, but not warnings and errors."""
-    for name in ("absl", "orbax"):
-        logger = logging.getLogger(name)
-        if logger.getEffectiveLevel() < logging.WARNING:
-            logger.setLevel(logging.WARNING)
+    for logger in map(logging.getLogger, ("absl", "orbax")):
+        logger.setLevel(max(logger.getEffectiveLevel(), logging.WARNING))
 
 
 def meet(processes: Processes, name: str) -> None:
-    """Waits until all processes have come here; nothing in a process alone.
+    """Waits until all processes have come to a place; nothing in a process alone.
 
-    Args:
-        processes: of the run, which meet at the same places in the same order.
-        name: of the place.
+    They meet at the same places in the same order.
     """
     wait = ocp.multihost.get_barrier_sync_fn(processes=set(range(processes.count)))
     wait(key=f"{name}-{next(_meetings)}", timeout_ms=1000 * _TIMEOUT_SECONDS)
@@ -55,11 +51,8 @@ def begin(
 ) -> ocp.AsyncCheckpointer:
     """Returns a writer that has copied the arrays; `wait_until_finished` awaits it.
 
-    Args:
-        path: of the new folder, in one that is there.
-        arrays: of which each process writes the shards that it has, and the first
-            those in host memory.
-        processes: of the run.
+    Each process writes the shards that it has to the new folder, in one that is there,
+    and the first the arrays in host memory.
     """
     handler, args, together = _orbax_arguments(arrays, processes)
     writer = ocp.AsyncCheckpointer(
@@ -95,7 +88,6 @@ def read(path: Path, leaves: dict[str, Any]) -> dict[str, np.ndarray | jax.Array
     """Returns arrays of a folder.
 
     Args:
-        path: of the folder.
         leaves: shape, dtype and sharding, or a NumPy array, by name. Where processes
             share a leaf it is read to where it lies; others come to the host.
     """

@@ -22,12 +22,7 @@ _OF_ROWS = ("table", "row_state")  # parts of a state with a row, or number, for
 
 
 class RowLayout(NamedTuple):
-    """The order of the rows of a run.
-
-    Attributes:
-        tables: the embedding tables.
-        shards: S, the number of virtual shards.
-    """
+    """The order of the rows of a run, in `shards` virtual shards."""
 
     tables: Tables
     shards: int
@@ -38,24 +33,15 @@ def read_state(
     saved: Saved,
     template: dict[str, Any],
     layout: RowLayout,
-    config: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Returns parts of a checkpoint's state with its rows in the order of a layout.
 
-    Args:
-        checkpoints: the folder of the checkpoint.
-        saved: the checkpoint.
-        template: as of `Checkpoints.read`, parts of a state by name.
-        layout: of the rows.
-        config: as of `Checkpoints.read`.
-
-    Raises:
-        ValueError: as `Checkpoints.read`.
+    The template has the parts by name; arguments and errors are `Checkpoints.read`'s.
     """
     tables, shards = layout
     before = saved.meta.get(KEY, 1)
     if before == shards:
-        return checkpoints.read(saved, template, config=config)
+        return checkpoints.read(saved, template)
 
     def as_saved(path: Any, leaf: Any) -> Any:
         spec = _spec_of(path, tables)
@@ -73,7 +59,7 @@ def read_state(
         return from_host(_reordered(leaf, *orders), like)
 
     template_before = jax.tree_util.tree_map_with_path(as_saved, template)
-    state = checkpoints.read(saved, template_before, config=config)
+    state = checkpoints.read(saved, template_before)
     return jax.tree_util.tree_map_with_path(reordered, state, template)
 
 

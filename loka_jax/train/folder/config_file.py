@@ -13,10 +13,7 @@ from collections.abc import Collection, Iterator
 
 from loka_jax import jsonfile, saved_format
 from loka_jax.terminal import clip
-from loka_jax.train.config import Config
-
-# Fields that are not in the JSON of a model: Flax's own.
-_FLAX = {"parent", "name"}
+from loka_jax.train.config import FLAX_FIELDS, Config
 
 
 def read_config(path: pathlib.Path) -> Config:
@@ -38,18 +35,14 @@ def read_config(path: pathlib.Path) -> Config:
 def from_json(values: object, source: str) -> Config:
     """Returns the configuration whose `identity` are these JSON values.
 
-    Args:
-        values: the JSON values.
-        source: where they come from, for messages.
-
     Raises:
-        ValueError: one sentence with the source, the field and the remedy.
+        ValueError: one sentence with their source, the field and the remedy.
     """
     try:
         cls, model = _classes(values)
         values = saved_format.without_key(jsonfile.as_dict(values))
         of_model = {k: v for k, v in values["model"].items() if k != "kind"}
-        form = _form(cls, {"run"}, model=_form(model, _FLAX))
+        form = _form(cls, {"run"}, model=_form(model, FLAX_FIELDS))
         fields = vars(jsonfile.typed(values | {"model": of_model}, form))
         return cls(**fields | {"model": model(**vars(fields["model"]))})
     except ValueError as error:
@@ -79,13 +72,7 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 
 def _form(cls: type, without: Collection[str], **others: type) -> type:
-    """Returns a dataclass with the fields of `cls` that its JSON has.
-
-    Args:
-        cls: a dataclass, also one that cannot be read as such.
-        without: the fields that the JSON lacks.
-        others: types of fields in the JSON that differ from theirs.
-    """
+    """Returns a dataclass with the fields of `cls` in JSON, `others` of other types."""
     hints = typing.get_type_hints(cls) | others
     fields = [
         (

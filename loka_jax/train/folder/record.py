@@ -4,7 +4,7 @@
     plan.json       the choices for the sites, if there are any
     metrics.jsonl   one line per logged step or evaluation
     scales.jsonl    one line of delayed scales per logged step, by site and operand
-    amaxes.jsonl    one line of amaxes per logged step, where Probe observes
+    amaxes.jsonl    one line of amaxes per logged step, likewise, where Probe observes
     sites.json      what runs at each site, and why not FP8
     evaluation.json the final evaluation by predictions, and by values of columns
     scores.npy      logits, labels and weights of the examples behind it, by label if
@@ -15,7 +15,7 @@
     best/           that of the best evaluation, with `OptimConfig.plateau_patience`
     tensorboard/    events, if requested
 
-Lines are flushed one by one, and a resumed run drops those after its checkpoint, so
+Lines are written one by one, and a resumed run drops those after its checkpoint, so
 that except for times and memory its files equal those of a run that was never stopped.
 For that, log everything of a step before saving its checkpoint.
 Versions and configs are recorded, environment variables are not.
@@ -28,21 +28,19 @@ import os
 import platform
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 
 import loka_jax
 from loka_jax import jsonfile, saved_format
 from loka_jax.data.shards import ShardFolder
-from loka_jax.dispatch.plan import DispatchPlan, as_json
 from loka_jax.jsonfile import as_dict
 from loka_jax.options import option_of
 from loka_jax.report.run_files import RunFiles
 from loka_jax.saved_format import CHECKPOINTS, steps_in, without_key
-from loka_jax.train.folder import scores_file
 from loka_jax.train.folder import workdir as workdirs
-from loka_jax.train.logs.breakdown import Scores, breakdown, with_names
+from loka_jax.train.scores import SCORES, Scores, breakdown, with_names, write_scores
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"
@@ -50,16 +48,7 @@ PLAN = "plan.json"
 BEST = "best"
 EVALUATION = "evaluation.json"
 ENCODING = "encoding"
-_PACKAGES = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "numpy",
-    "pyarrow",
-    "jax-triton",
-)
+_PACKAGES = "jax jaxlib flax optax orbax-checkpoint numpy pyarrow jax-triton".split()
 
 
 class RunRecord(contextlib.AbstractContextManager):
@@ -76,16 +65,18 @@ class RunRecord(contextlib.AbstractContextManager):
         resume: bool = False,
         may_change: Collection[str] = (),
         tensorboard: bool = False,
+        writes: bool = True,
     ):
         """Locks `workdir`, creating it if necessary; call `start` before logging.
 
         Args:
-            workdir: the run's folder.
             config: the resolved config, as JSON values.
             resume: whether to resume the run in the folder.
             may_change: dotted names of fields in which a resumed run's config may
                 differ, such as the number of steps. A name covers those below it.
             tensorboard: whether `log` also writes TensorBoard events.
+            writes: False in a process that is not the first of its run, whose record
+                locks and writes nothing.
 
         Raises:
             ValueError: if the folder cannot be written to, another run has locked it,
@@ -95,11 +86,14 @@ class RunRecord(contextlib.AbstractContextManager):
             raise ValueError(
                 "TensorBoard events need tensorboardX: install loka-jax[report]."
             )
-        self.workdir = Path(workdir)
+        self.workdir, self.writes = Path(workdir), writes
         self._config = config
-        self._tensorboard = tensorboard
+        self._tensorboard = tensorboard and writes
         self._events = None
-        self._files: dict[str, IO[str]] = {}
+        self._made: list[Path] = []
+        self._lock = None
+        if not writes:
+            return
         folders = (self.workdir, *self.workdir.absolute().parents)
         # Innermost first; removed again if the run never starts.
         self._made = [folder for folder in folders if not folder.exists()]
@@ -115,21 +109,18 @@ class RunRecord(contextlib.AbstractContextManager):
         self.close()
 
     def start(self, step: int) -> None:
-        """Writes config.json, and drops what a later step or an earlier end left.
-
-        Args:
-            step: the restored step, 0 for the start.
-        """
+        """Writes config.json, and drops what a run after `step` or its end left."""
         self._made = []
         self.write(CONFIG, {saved_format.KEY: saved_format.RUN, **self._config})
-        for name in (SUMMARY, EVALUATION, scores_file.NAME):  # this run has not ended
+        ends = (SUMMARY, EVALUATION, SCORES)  # this run has not ended
+        for name in ends if self.writes else ():
             (self.workdir / name).unlink(missing_ok=True)
         self.truncate(step)
 
     def truncate(self, step: int) -> None:
         """Drops the lines after `step`, and an incomplete last line."""
-        self._close_files()
-        for name in (METRICS, SCALES, AMAXES):
+        self._close_events()
+        for name in (METRICS, SCALES, AMAXES) if self.writes else ():
             path = self.workdir / name
             if path.exists():
                 lines = jsonfile.read_lines(path)
@@ -137,27 +128,19 @@ class RunRecord(contextlib.AbstractContextManager):
                 text = "".join(jsonfile.dumps(line) + "\n" for line in kept)
                 jsonfile.write_text(path, text)
 
-    def log(self, line: Mapping[str, Any]) -> None:
-        """Appends a line to metrics.jsonl; its `kind` is "train" or "eval"."""
-        self._append(METRICS, line)
-        if self._tensorboard:
+    def log(self, line: Mapping[str, Any], name: str = METRICS) -> None:
+        """Appends a line with its step to a file, that of metrics with its `kind`."""
+        if not self.writes:
+            return
+        with open(self.workdir / name, "a", encoding="utf-8") as file:
+            file.write(jsonfile.dumps(dict(line)) + "\n")
+        if self._tensorboard and name == METRICS:
             self._log_events(line)
 
-    def log_scales(self, step: int, scales: Mapping[str, Any]) -> None:
-        """Appends the scales of `step`, keyed "<site>/<lhs|rhs|g>", to scales.jsonl."""
-        self._append(SCALES, {"step": step, **scales})
-
-    def log_amaxes(self, step: int, amaxes: Mapping[str, Any]) -> None:
-        """Appends the amaxes that Probe observed last, with keys as in `log_scales`."""
-        self._append(AMAXES, {"step": step, **amaxes})
-
-    def write_sites(self, sites: Sequence[Mapping[str, Any]]) -> None:
-        """Writes sites.json: path, shape, what runs per role, and why not FP8."""
-        self.write(SITES, sites)
-
-    def write_plan(self, plan: DispatchPlan) -> None:
-        """Writes plan.json, the plan that the run follows now."""
-        self.write(PLAN, as_json(plan))
+    def write(self, name: str, value: object) -> None:
+        """Writes a JSON file of the workdir in one step."""
+        if self.writes:
+            jsonfile.write(self.workdir / name, value)
 
     def write_scores(
         self,
@@ -168,12 +151,10 @@ class RunRecord(contextlib.AbstractContextManager):
     ) -> None:
         """Writes scores.npy, and the breakdown of these examples to evaluation.json.
 
-        Args:
-            scores: of the examples, by label.
-            split: their name.
-            columns: the names of the categorical columns.
-            encoding: has the names of their values; None for generated data.
+        The scores are by label; the encoding has the names of the columns' values.
         """
+        if not self.writes:
+            return
         tasks = {name: breakdown(part, columns) for name, part in scores.items()}
         if encoding is not None:
             for parts in tasks.values():
@@ -181,36 +162,20 @@ class RunRecord(contextlib.AbstractContextManager):
         (first, *others) = tasks.values()
         content = {"tasks": tasks} if others else first
         self.write(EVALUATION, {"split": split} | content)
-        scores_file.write_scores(self.workdir, scores)
-
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Writes summary.json."""
-        self.write(SUMMARY, summary)
-
-    def write(self, name: str, value: object) -> None:
-        """Writes a JSON file of the workdir in one step."""
-        jsonfile.write(self.workdir / name, value)
+        write_scores(self.workdir, scores)
 
     def close(self) -> None:
-        """Closes the files and unlocks the workdir; an unused new one is removed."""
-        self._close_files()
+        """Unlocks the workdir; an unused new one is removed."""
+        self._close_events()
         if self._made:
             workdirs.remove_unused(self.workdir, self._made)
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
-    def _close_files(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files = {}
+    def _close_events(self) -> None:
         if self._events is not None:
             self._events.close()
             self._events = None
-
-    def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        if name not in self._files:
-            self._files[name] = open(self.workdir / name, "a", encoding="utf-8")
-        self._files[name].write(jsonfile.dumps(dict(line)) + "\n")
-        self._files[name].flush()
 
     def _log_events(self, line: Mapping[str, Any]) -> None:
         step = int(line["step"])
@@ -225,32 +190,6 @@ class RunRecord(contextlib.AbstractContextManager):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and name != "step":
                 self._events.add_scalar(f"{line['kind']}/{name}", value, step)
-
-
-class SilentRecord(RunRecord):
-    """A record that writes nothing, of a process that is not the first of its run."""
-
-    def __init__(self, workdir: Path):
-        """Takes the folder that the first process writes."""
-        self.workdir, self._tensorboard = workdir, False
-
-    def start(self, step: int) -> None:
-        """Does nothing, and so do the others."""
-
-    def truncate(self, step: int) -> None:  # noqa: D102
-        pass
-
-    def write(self, name: str, value: object) -> None:  # noqa: D102
-        pass
-
-    def write_scores(self, *_: Any) -> None:  # noqa: D102
-        pass
-
-    def close(self) -> None:  # noqa: D102
-        pass
-
-    def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        pass
 
 
 def saved_config(workdir: Path) -> dict[str, Any]:
@@ -357,7 +296,7 @@ def _check_owner(
     refused = [
         f"{option_of(field)}: {values}"
         for field, values in changed
-        if not any(_covers(name, field) for name in may_change)
+        if not any(f"{field}.".startswith(f"{name}.") for name in may_change)
     ]
     if refused:
         refused.sort(key=lambda line: ": not saved" in line)  # those given come first
@@ -377,7 +316,3 @@ def _left_of_a_run(workdir: Path) -> str | None:
         if (workdir / name).is_dir() and steps_in(workdir / name):
             return name
     return METRICS if (workdir / METRICS).exists() else None
-
-
-def _covers(name: str, field: str) -> bool:
-    return field == name or field.startswith(f"{name}.")

@@ -19,19 +19,13 @@ from loka_jax.train.folder.record import BEST, CONFIG, ENCODING, saved_config
 
 
 class SourceRun(NamedTuple):
-    """A run to predict with, or to go on from.
-
-    Attributes:
-        workdir: its folder.
-        config: its configuration.
-        checkpoints: the folder of the checkpoint.
-        saved: the checkpoint.
-    """
+    """A run to predict with, or to go on from, at one of its checkpoints."""
 
     workdir: pathlib.Path
     config: Config
     checkpoints: Checkpoints
     saved: Saved
+    is_resumed: bool = False  # it goes on itself, at this step
 
     def encoding(self) -> ShardFolder:
         """Returns the folder of its encoding.
@@ -39,21 +33,30 @@ class SourceRun(NamedTuple):
         Raises:
             ValueError: if it has none that is whole.
         """
-        folder = encoding_of(self.saved, self.workdir)
-        if folder is None:
+        if (folder := self._encoding()) is None:
             raise ValueError(
                 f"{self.workdir} was trained on generated clicks, which have no "
                 "vocabulary: train one on files."
             )
         return folder
 
+    def base(self) -> ShardFolder | None:
+        """Returns the encoding of a run that starts here; None if it learns its own.
+
+        Raises:
+            ValueError: as `encoding`, but for a resumed run on generated clicks.
+        """
+        return self._encoding() if self.is_resumed else self.encoding()
+
+    def _encoding(self) -> ShardFolder | None:
+        digest = self.saved.meta.get("encoding")
+        return (
+            None if digest is None else open_encoding(self.workdir / ENCODING, digest)
+        )
+
 
 def open_run(workdir: pathlib.Path, *, best: bool) -> SourceRun:
-    """Returns a run at its newest checkpoint.
-
-    Args:
-        workdir: the folder of the run.
-        best: whether to take the checkpoint of the best evaluation, if there is one.
+    """Returns a run at its newest checkpoint, or that of its best evaluation, if any.
 
     Raises:
         ValueError: if the folder holds no run, or none of its checkpoints is whole.
@@ -82,16 +85,6 @@ def read_config_of(workdir: pathlib.Path) -> Config:
             f"{workdir} holds no run ({CONFIG} is missing): name the --workdir of one."
         )
     return from_json(saved_config(workdir.expanduser()), str(path))
-
-
-def encoding_of(saved: Saved, workdir: pathlib.Path) -> ShardFolder | None:
-    """Returns the encoding that a checkpoint names; None for generated data.
-
-    Raises:
-        ValueError: if it is missing, damaged, or another one.
-    """
-    digest = saved.meta.get("encoding")
-    return None if digest is None else open_encoding(workdir / ENCODING, digest)
 
 
 def keep_encoding(splits: Splits, workdir: pathlib.Path):

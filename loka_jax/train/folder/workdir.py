@@ -1,8 +1,10 @@
 """Which folder a run writes to, and the lock file by which no other run does."""
 
+import contextlib
 import fcntl
 import os
 import pathlib
+from collections.abc import Iterable
 from typing import IO
 
 from loka_jax.train.config import Config
@@ -96,16 +98,13 @@ def _is_at(file: IO[str], path: pathlib.Path) -> bool:
 
 def remove_unused(workdir: pathlib.Path, folders: list[pathlib.Path]) -> None:
     """Removes the folders that were made for a run, if only its lock is in them."""
-    for folder in [path for path in workdir.iterdir() if path.is_dir()]:
-        _remove_empty(folder)
+    _remove_empty(path for path in workdir.iterdir() if path.is_dir())
     if [path.name for path in workdir.iterdir()] == [_LOCK]:
         (workdir / _LOCK).unlink()
-        for folder in folders:
-            _remove_empty(folder)
+        _remove_empty(folders)
 
 
-def _remove_empty(folder: pathlib.Path) -> None:
-    try:
-        folder.rmdir()
-    except OSError:  # something is in it
-        pass
+def _remove_empty(folders: Iterable[pathlib.Path]) -> None:
+    for folder in list(folders):
+        with contextlib.suppress(OSError):  # something is in it
+            folder.rmdir()

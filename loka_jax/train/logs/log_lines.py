@@ -7,16 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from loka_jax.data import Dataset
 from loka_jax.nn import by_path
 from loka_jax.optim import OptimConfig
 from loka_jax.recipe import OPERANDS
 from loka_jax.train import metrics
 from loka_jax.train.build import Run
-from loka_jax.train.evaluation import evaluate
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import named_sites
-from loka_jax.train.tasks import by_task
+from loka_jax.train.tasks import by_task, select
 from loka_jax.train.watch.host_state import Progress
 
 _STATM = pathlib.Path("/proc/self/statm")
@@ -25,18 +23,14 @@ _STATM = pathlib.Path("/proc/self/statm")
 def training(
     run: Run, state: TrainState, progress: Progress, rate: float | None
 ) -> dict[str, Any]:
-    """Returns the line on the training examples since the line before.
-
-    Args:
-        rate: examples per second since the line before, without compilation.
-    """
+    """Returns the line on the training examples since the one before, with a rate."""
     names = run.splits.train.schema.labels
     parts = map(metrics.compute, metrics.split_tasks(state.metrics))
     values = by_task(dict(zip(names, parts, strict=True)))
     skipped = int(state.skipped)
     lr = float(jnp.asarray(run.schedule(progress.step - skipped)))
     return _line("train", progress) | {
-        **_with_tasks(values, {"loss": "logloss", "ne": "ne"}),
+        **select(values, {"loss": "logloss", "ne": "ne"}),
         "examples_per_second": rate,
         "lr": lr * progress.plateau.lr_scale,
         "grad_norm": float(state.grad_norm),
@@ -45,11 +39,6 @@ def training(
         **memory_bytes(),
         **run.placement.numbers(),
     }
-
-
-def over_devices(run: Run) -> dict[str, Any]:
-    """Returns what several devices do of a run, for its summary; {} with one."""
-    return run.placement.numbers() | run.placement.choices()
 
 
 def evaluation(progress: Progress, values: dict[str, Any]) -> dict[str, Any]:
@@ -62,35 +51,11 @@ def day(progress: Progress) -> dict[str, Any]:
     return _line("day", progress) | {"split": "train"} | progress.days[-1]
 
 
-def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:
-    """Returns AUC, log loss, NE and calibration of `state` on `dataset`."""
-    return logged_metrics(evaluate(run, state, dataset).values)
-
-
-def logged_metrics(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns those of the metrics that are logged.
-
-    Those of several tasks are means, but for calibration, which is None; each task's
-    own are under `tasks`, by name.
-    """
-    names = ("auc", "logloss", "ne", "calibration")
-    return _with_tasks(values, dict(zip(names, names, strict=True)))
-
-
 def measure(line: dict[str, Any], optim: OptimConfig) -> float | None:
     """Returns the value in an evaluation's line by which it is the best, or a stall."""
     if optim.best_task is not None:
         line = line["tasks"][optim.best_task]
     return line[optim.best_by]
-
-
-def _with_tasks(values: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Returns some of the values under new names, and those of each task."""
-    line = {new: values[old] for new, old in names.items()}
-    if "tasks" in values:
-        parts = values["tasks"].items()
-        line["tasks"] = {task: _with_tasks(part, names) for task, part in parts}
-    return line
 
 
 def _line(kind: str, progress: Progress) -> dict[str, Any]:
@@ -104,12 +69,9 @@ def _line(kind: str, progress: Progress) -> dict[str, Any]:
 
 
 def memory_bytes() -> dict[str, int | None]:
-    """Returns the largest number of bytes held on the device, and those on the host.
+    """Returns the most bytes held on the device so far, and those on the host now.
 
-    Returns:
-        device_peak_bytes: since the process started; None on a backend that does not
-            tell, such as the CPU.
-        host_bytes: resident now; None on a system without /proc.
+    Each is None where the backend, such as the CPU, or the system does not tell.
     """
     stats = jax.local_devices()[0].memory_stats() or {}
     host = None

@@ -247,7 +247,7 @@ class MeshPlacement(Placement):
 
     @override
     def look_up(
-        self, network: Any, state: TrainState, batch: Batch, routed: Routing
+        self, model: Any, state: TrainState, batch: Batch, routed: Routing
     ) -> tuple[Any, Routing]:
         # The lists of a later batch travel by the collective of the rows.
         codec, routes = self.wire.wire_rows, routed.batch.routes
@@ -260,9 +260,9 @@ class MeshPlacement(Placement):
             if part.bags:
                 rows = exchange.receive_lists(payload, codec, spec.dim)
                 ids = lookup.at_slots(part, route.slots)
-                return lookup.embeddings(spec, rows, ids, dtype_of(network))
+                return lookup.embeddings(spec, rows, ids, dtype_of(model))
             rows = exchange.receive_rows(payload, route, codec, spec.dim, **how)
-            return rows.reshape(*part.ids.shape, -1).astype(dtype_of(network))
+            return rows.reshape(*part.ids.shape, -1).astype(dtype_of(model))
 
         payloads = by_stack(to_send, self.tables, state.table, routes)
         payloads, arrived = swap((payloads, routed.asked), SHARD)
@@ -271,7 +271,7 @@ class MeshPlacement(Placement):
         return rows, routed._replace(asked=arrived)
 
     @override
-    def look_up_alike(self, network: Any, state: TrainState, batch: Batch) -> Any:
+    def look_up_alike(self, model: Any, state: TrainState, batch: Batch) -> Any:
         def look_up(spec: TableSpec, table: Array, part: Batch):
             order = order_of(spec)
             places, _ = lookup.places(spec, part, order)
@@ -279,7 +279,7 @@ class MeshPlacement(Placement):
             slots = jnp.arange(len(rows), dtype=jnp.int32)
             is_row = places.v < order.shards
             ids = lookup.at_slots(part, jnp.where(is_row, slots, BAD_ID))
-            return lookup.embeddings(spec, rows, ids, dtype_of(network))
+            return lookup.embeddings(spec, rows, ids, dtype_of(model))
 
         return by_stack(look_up, self.tables, state.table, split(self.tables, batch))
 

@@ -19,7 +19,7 @@ from loka_jax.ops.row_order import VIRTUAL_SHARDS
 from loka_jax.ops.tables import Tables, TableSpec
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer
 from loka_jax.train.config import Config
-from loka_jax.train.network import network
+from loka_jax.train.model import model_of
 from loka_jax.train.planner.step_sizes import Stack, Workload
 from loka_jax.train.state import init_state
 
@@ -38,7 +38,7 @@ def workload_of(
     Args:
         dense_us: the measured time of a step without its tables; None to estimate it.
     """
-    tables, list_sites, *_ = network(config, schema)
+    tables, list_sites, *_ = model_of(config, schema)
     state = _shapes(config, schema, tables)
     sites = [site.spec for site in list_sites(DispatchPlan())]
     scale = batch / (config.loop.batch_size // config.loop.microbatches)

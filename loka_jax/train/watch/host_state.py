@@ -113,7 +113,8 @@ class Moment(NamedTuple):
 
 def restored(checkpoints: Checkpoints, saved: Saved, run: Run) -> Moment:
     """Returns a run as it was when a checkpoint was saved."""
-    run = run.replanned(saved_plan(saved.meta["plan"], run.sites))
+    plan = saved_plan(saved.meta.get("plan", {}), run.sites)
+    run = run if plan == run.plan else run.replanned(plan)
     # Shapes only: a second state beside the run's might not fit on the device.
     layout = run.placement.layout
     state = TrainState(**read_state(checkpoints, saved, run.template(), layout))

@@ -42,8 +42,8 @@ MISTAKES = [
     Mistake(
         "one of several processes is observed by default",
         f"{TRAIN}/planning.py",
-        "if every is None and jax.process_count() == 1:",
-        "if every is None:",
+        "if every == 0 or jax.process_count() > 1:",
+        "if every == 0:",
         "unit/train/planning_test.py",
     ),
     Mistake(

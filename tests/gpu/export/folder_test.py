@@ -25,7 +25,7 @@ def test_mosaic_kernels_run_where_only_jax_is_installed(tmp_path):
     model = config.model.clone(norm="layer", recipe="fp8_rowwise")
     schema = schema_of(config.data)
     trained = make_untrained(dataclasses.replace(config, model=model), schema)
-    sites = trained.network.list_sites(DispatchPlan(), 128)
+    sites = trained.model.list_sites(DispatchPlan(), 128)
     decision = Decision(Choice.parse("pallas fp8_rowwise"), "asked")
     plan = DispatchPlan(tuple((s.path, decision) for s in sites if s.has_choice))
     form = make_form(trained, "cuda", 128, plan)

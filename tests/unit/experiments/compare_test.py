@@ -6,9 +6,9 @@ import pytest
 from experiments import compare
 from loka_jax import commands
 from loka_jax.report import charts
-from loka_jax.train.folder import scores_file
+from loka_jax.train import scores as scores_file
 from loka_jax.train.folder.record import SUMMARY, RunRecord
-from loka_jax.train.logs.breakdown import Scores
+from loka_jax.train.scores import Scores
 from tests.support.commands import assert_refused
 from tests.support.report import Page, eval_line
 
@@ -31,7 +31,7 @@ def leave_run(workdir, *, ne, label="click"):
         record.start(0)
         record.log(eval_line(5, ne=ne))
         record.write_scores({label: scores}, "test", ["C1"])
-        record.write_summary(summary)
+        record.write(SUMMARY, summary)
     return str(workdir)
 
 
@@ -51,7 +51,7 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path, run, monkeypatch):
     first, other = (leave_run(tmp_path / name, ne=0.8) for name in ("first", "other"))
     buy = leave_run(tmp_path / "buy", ne=0.8, label="buy")
     broken = leave_run(tmp_path / "broken", ne=0.9)
-    (tmp_path / "broken" / scores_file.NAME).write_bytes(b"\x93NUMPY")
+    (tmp_path / "broken" / scores_file.SCORES).write_bytes(b"\x93NUMPY")
     page, summary = tmp_path / "page.html", tmp_path / "first" / SUMMARY
     before = summary.read_text()
     for runs, out, sentence in (

@@ -25,7 +25,7 @@ def plan(**choices):
 
 
 def sites(trained, rows):
-    return [site.path for site in trained.network.list_sites(DispatchPlan(), rows)]
+    return [site.path for site in trained.model.list_sites(DispatchPlan(), rows)]
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])

@@ -24,7 +24,7 @@ from loka_jax.train.config import (
     ProbeOptions,
     RunOptions,
 )
-from loka_jax.train.network import network
+from loka_jax.train.model import model_of
 
 
 @pytest.mark.parametrize(
@@ -139,18 +139,18 @@ def test_the_model_of_a_run_has_the_tasks_and_columns_of_its_data():
     two = Schema(label="y", dense=("a",), categorical=("c", "d"), vocab_sizes=(5, 7))
     many = dict(multi=("e",), vocab_sizes=(5, 7, 9))
     config = dataclasses.replace(dlrm(), loop=LoopConfig(batch_size=48, microbatches=3))
-    found = network(config, two, devices=2)
+    found = model_of(config, two, devices=2)
     assert (found.tables.rows, found.tables.dim) == ((5, 7), 16)
     assert {site.spec.m for site in found.list_sites(DispatchPlan())} == {8}
     assert {site.spec.m for site in found.list_sites(DispatchPlan(), 32)} == {32}
     assert [x.shape for x in found.inputs(9)] == [(9, 1), (9, 2, 16)]
     # 2^22 examples of 511 ids are below 2^31.
     config = dataclasses.replace(config, loop=LoopConfig(batch_size=2**22))
-    network(config, dataclasses.replace(two, slots=(509,), **many))
+    model_of(config, dataclasses.replace(two, slots=(509,), **many))
     for change, reason in (
         (dict(categorical=(), vocab_sizes=()), "at least one categorical column"),
         (dict(further_labels=("z",)), "the data have 2 labels"),
         (dict(slots=(510,), **many), "--loop.batch-size 4194304 times 512 ids"),
     ):
         with pytest.raises(ValueError, match=reason):
-            network(config, dataclasses.replace(two, **change))
+            model_of(config, dataclasses.replace(two, **change))

@@ -15,7 +15,7 @@ from loka_jax.dispatch.policy import Decision
 from loka_jax.site import BF16
 from loka_jax.train import loop as loop_lib
 from loka_jax.train.config import ProbeOptions
-from loka_jax.train.logs import clock
+from loka_jax.train.logs import timing
 from loka_jax.train.watch import guard, host_state, replan
 from loka_jax.train.watch.guard import Diverged, TrainingFailed
 from loka_jax.train.watch.host_state import Moment, Progress
@@ -255,7 +255,7 @@ def test_a_step_that_does_not_compile_is_taken_again_under_another_plan(monkeypa
     assert made.trained_on() == ["0", "1", "2", "3, 4, 10"]  # each once
     progress = made.loop.progress
     assert (progress.step, progress.broken) == (6, ("site",))
-    made.record.write_plan.assert_called_once_with(PLAN)
+    made.record.write.assert_called_once_with("plan.json", as_json(PLAN))
 
 
 @pytest.mark.parametrize("batch, has_plan", [(0, False), (3, True)])
@@ -268,7 +268,7 @@ def test_a_step_that_has_run_or_that_no_plan_helps_is_an_error(
     made.run.errors[batch] = RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
         made.train()
-    made.record.write_plan.assert_not_called()
+    made.record.write.assert_not_called()
 
 
 def test_scales_are_looked_at_every_eighth_step_and_at_the_end(watched):
@@ -316,7 +316,7 @@ def test_a_new_plan_is_followed_recorded_and_saved(monkeypatch, watched):
     progress = made.loop.progress
     assert (progress.replanned, progress.unsafe) == (4, ("site",))
     assert progress.changes == ("earlier", *made.said()) == ("earlier", *change.said)
-    made.record.write_plan.assert_called_once_with(PLAN)
+    made.record.write.assert_called_once_with("plan.json", as_json(PLAN))
     saved = [made.newest.saved[step][1]["plan"] for step in (4, 8)]
     assert saved == [as_json(PLAN)] * 2 and made.loop.run.plan == PLAN
     # New scales are not initialized.
@@ -342,7 +342,7 @@ def test_steps_are_guarded_until_scales_are_initialized_or_sixteen_steps(
 def test_rates_are_of_training_alone(monkeypatch):
     now, plain = [0.0], support.Steps.__call__
     watch = types.SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr(clock, "time", watch)
+    monkeypatch.setattr(timing, "time", watch)
 
     def step(self, state, *batches):
         if not int(state.step):
@@ -364,7 +364,7 @@ def test_rates_are_of_training_alone(monkeypatch):
     # One batch of the last four is not full.
     rates = [line["examples_per_second"] for line in lines]
     assert rates == pytest.approx([SIZE / 0.5, (SIZE - 3) / 0.5], rel=0.01)
-    assert made.loop.examples_per_second() == pytest.approx(212 / 3.5)
+    assert made.loop.clock.session_rate(made.loop.progress) == pytest.approx(212 / 3.5)
 
 
 def test_scales_are_logged_and_the_watchdog_hears_of_each_step(monkeypatch):
@@ -372,11 +372,13 @@ def test_scales_are_logged_and_the_watchdog_hears_of_each_step(monkeypatch):
     watchdog.resting.side_effect = lambda compiles: contextlib.nullcontext()
     monkeypatch.setattr(loop_lib, "watchdog", watchdog)
     for name in ("scales", "amaxes"):
-        monkeypatch.setattr(loop_lib.log_lines, name, lambda state: int(state.step))
-        setattr(made.record, f"log_{name}", mock.Mock())
+        monkeypatch.setattr(loop_lib.log_lines, name, lambda _, name=name: {name: 1})
+    made.record.log = mock.Mock()
     made.train()
-    for log in (made.record.log_scales, made.record.log_amaxes):
-        assert log.mock_calls == [mock.call(2, 2), mock.call(4, 4)]
+    for name in ("scales", "amaxes"):
+        lines = [{"step": step, name: 1} for step in (2, 4)]
+        calls = [mock.call(line, f"{name}.jsonl") for line in lines]
+        assert [x for x in made.record.log.mock_calls if x in calls] == calls
     assert watchdog.alive.call_count == 4
     compiles = [call.args for call in watchdog.resting.call_args_list]
     assert compiles == [(True,), (False,), (False,), (False,)]

@@ -11,7 +11,7 @@ import pytest
 from sklearn import metrics as oracle
 
 from loka_jax.train import metrics
-from loka_jax.train.logs.breakdown import Scores, by_value
+from loka_jax.train.scores import Scores, by_value
 
 SIZE = 4096  # of all batches, padded with zero weights: one program for all
 _update = jax.jit(metrics.update)

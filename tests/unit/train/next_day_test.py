@@ -23,6 +23,7 @@ from tests.support import train as support
 from tests.support.loop import StandInCheckpoints, make_loop
 
 MONDAY = {"data": "monday.csv", "examples": 9, "auc": 0.5, "logloss": 0.7, "ne": 1.0}
+MONDAY |= {"calibration": 1.0}
 EARLIER = Progress(step=7, position=Position(1, 2, 0), days=(MONDAY,))
 
 

@@ -47,12 +47,12 @@ def test_a_table_decides(tmp_path):
 @pytest.mark.parametrize(
     "source, every, least_seconds, processes, observed",
     [
-        ("another", None, 20.0, 1, planning.OBSERVE_EVERY),
-        ("another", None, 20.1, 1, 0),  # a short run
-        ("another", None, 20.0, 2, 0),  # whose reviews would change plans apart
-        ("another", 0, 0.0, 1, 0),
-        ("another", 7, 100.0, 1, 7),
-        (None, None, 0.0, 1, 0),  # errors are known
+        ("another", None, 20.0, 1, True),
+        ("another", None, 20.1, 1, False),  # a short run
+        ("another", None, 20.0, 2, False),  # whose reviews would change plans apart
+        ("another", 0, 0.0, 1, False),
+        ("another", 7, 100.0, 1, False),
+        (None, None, 0.0, 1, False),  # errors are known
     ],
 )
 def test_a_run_is_observed_where_errors_keep_fp8_out(
@@ -66,9 +66,9 @@ def test_a_run_is_observed_where_errors_keep_fp8_out(
     chosen = planning.choose_plan(
         _config(plan=str(path), every=every), run.sites, 20, source=run.source
     )
-    assert chosen.observe_every == observed
+    assert chosen.is_observed == observed
     said = any("FP8 may make the sites" in note for note in chosen.notes)
-    assert said == (every is None and bool(observed))
+    assert said == observed
 
 
 def test_a_table_that_does_not_hold_is_refused(tmp_path):
@@ -145,9 +145,9 @@ def test_a_resumed_run_has_the_plan_of_its_checkpoint(tmp_path, monkeypatch):
     saved, sites = as_json(run.plan), run.sites
     observed = _config(plan=str(path), every=3)
     chosen = planning.resumed_plan(_config(plan=str(path)), saved, sites)
-    assert (chosen.performance, chosen.observe_every) == (None, 0)
+    assert chosen.performance is None
     chosen = planning.resumed_plan(observed, saved, sites)
-    assert (chosen.performance is None, chosen.observe_every) == (False, 3)
+    assert chosen.performance is not None
     path.unlink()  # the table is lost, the plan is not
     chosen = planning.resumed_plan(observed, saved, sites)
     assert dict(chosen.plan.choices) == dict(run.plan.choices)

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import signal
 import types
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +18,10 @@ from loka_jax.train import loop as loop_lib
 from loka_jax.train import session
 from loka_jax.train import summary as summary_lib
 from loka_jax.train.checkpoints.manifest import Saved
-from loka_jax.train.config import ProbeOptions
+from loka_jax.train.config import OBSERVE_EVERY, ProbeOptions
 from loka_jax.train.folder import workdir
 from loka_jax.train.folder.source_run import SourceRun
 from loka_jax.train.loop import Loop
-from loka_jax.train.planning import OBSERVE_EVERY
 from tests.support import train as support
 from tests.support.loop import StandInCheckpoints, StandInRun, Steps, start_state
 from tests.support.train import config
@@ -35,16 +35,20 @@ SOURCE = SourceRun(pathlib.Path("a"), config(), StandInCheckpoints("a", []), SAV
 @pytest.fixture
 def sessions(monkeypatch):
     """Lets sessions run with stand-ins for data, which keep no encoding, and steps."""
-    found = types.SimpleNamespace(built_with=[], rows=148, judged=[], room_for=[])
+    found = types.SimpleNamespace(
+        built_with=[], every=[], rows=148, judged=[], room_for=[]
+    )
 
-    def build(config, console, display, plan=None, base=None):
+    def build(config, plan, say, base):
         found.built_with.append((plan, base))
+        found.every.append(config.probe.every)
         run = StandInRun(config, [], 8)
         vars(run.splits).update(identity={"rows": found.rows}, encoding_digest=None)
         return run
 
     values = dict(auc=0.7, logloss=0.5, calibration=1.0)
-    monkeypatch.setattr(session, "_build", build)
+    monkeypatch.setattr(session, "build", build)
+    monkeypatch.setattr(session, "_print_run", lambda *_: None)
     monkeypatch.setattr(session, "write_run_page", lambda page, run: page.touch())
     quality = lambda run, state, _: values | {"ne": NES[int(state.step)]}  # noqa: E731
     monkeypatch.setattr(loop_lib, "quality", quality)
@@ -71,7 +75,7 @@ def train(config):
     "module, name, number",
     [
         (workdir, "_is_at", signal.SIGTERM),  # the folder has just been made
-        (session, "_build", signal.SIGINT),
+        (session, "build", signal.SIGINT),
         (session, "Loop", signal.SIGTERM),  # the last before the first step
     ],
 )
@@ -151,7 +155,8 @@ def test_a_session_may_go_on_from_another_run(tmp_path, monkeypatch, sessions):
         loop.progress = dataclasses.replace(loop.progress, days=({"data": "a.csv"},))
 
     bad_ids = dataclasses.replace(start_state(), bad_ids=jnp.asarray(np.int32(3)))
-    returned = dict(source_of=SOURCE, base_of="its encoding", initial_state=bad_ids)
+    monkeypatch.setattr(SourceRun, "base", lambda _: "its encoding")
+    returned = dict(source_of=SOURCE, initial_state=bad_ids)
     for name, value in returned.items():
         monkeypatch.setattr(session.next_day, name, lambda *_, value=value: value)
     monkeypatch.setattr(session.next_day, "begin", begin)
@@ -165,14 +170,19 @@ def test_a_session_may_go_on_from_another_run(tmp_path, monkeypatch, sessions):
     assert len(others) == 8 + 4  # its own steps, and their evaluations
 
 
-def test_a_run_resumes_with_the_plan_and_the_observation_of_its_checkpoint():
-    sources = (SAVED, SOURCE, None, dataclasses.replace(SAVED, meta={}))
-    assert [*map(session._plan_of, sources)] == [{"a": 1}, {"a": 1}, None, {}]
-    observed = dataclasses.replace(SAVED, leaves={"probe/site": None})
-    for asked, expected in ((None, (None, 0, OBSERVE_EVERY)), (7, (7, 7, 7))):
-        run = dataclasses.replace(config(), probe=ProbeOptions(every=asked))
-        for saved, every in zip((None, SAVED, observed), expected, strict=True):
-            assert session._observed_as(saved, run).probe.every == every
+@pytest.mark.parametrize("asked, observed", [(None, OBSERVE_EVERY), (7, 7)])
+def test_a_run_resumes_with_the_plan_and_the_observation_of_its_checkpoint(
+    sessions, asked, observed
+):
+    run = dataclasses.replace(config(), probe=ProbeOptions(every=asked))
+    with_probe = dataclasses.replace(SAVED, leaves={"probe/site": None})
+    without_plan = dataclasses.replace(SAVED, meta={"data": {"rows": 148}})
+    for saved in (SAVED, with_probe, without_plan):
+        start = SOURCE._replace(saved=saved, is_resumed=True)
+        session._build(run, None, mock.MagicMock(), start)
+    session._build(run, None, mock.MagicMock(), None)
+    assert sessions.built_with == [({"a": 1}, None)] * 2 + [({}, None), (None, None)]
+    assert sessions.every == [asked, observed, asked, asked]
 
 
 def test_options_that_decide_what_a_run_learns_may_not_change():

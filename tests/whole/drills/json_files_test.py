@@ -32,7 +32,7 @@ from loka_jax.site import BF16
 from loka_jax.train import build as build_lib
 from loka_jax.train.checkpoints import manifest
 from loka_jax.train.folder.record import RunRecord, read_run
-from loka_jax.train.logs.progress import print_plan
+from loka_jax.train.logs.printing import print_plan
 from loka_jax.train.planning import choose_plan
 from tests.drills.damage import changed_json, mutated
 from tests.support import drills

@@ -46,7 +46,7 @@ def test_a_cross_network_is_fused_in_evaluation_and_export(tmp_path):
 def kernels_of(trained, rows):
     """Returns a plan with Mosaic's kernels at every site."""
     decision = Decision(Choice.parse(f"pallas {trained.config.model.recipe}"), "asked")
-    sites = trained.network.list_sites(DispatchPlan(), rows)
+    sites = trained.model.list_sites(DispatchPlan(), rows)
     return DispatchPlan(tuple((s.path, decision) for s in sites if s.has_choice))
 
 

@@ -27,7 +27,7 @@ def test_a_run_starts_with_all_that_the_other_had_learned(tmp_path):
     assert source is not None
     run = build(second, source.saved.meta["plan"], base=source.encoding())
     state = next_day.initial_state(run, source)
-    fresh, found = (dict(named_leaves(vars(x))) for x in (run.init(), state))
+    fresh, found = (named_leaves(vars(x)) for x in (run.init(), state))
     trained = source.checkpoints.read(source.saved, jax.eval_shape(lambda: fresh))
     schedules = {name for name in found if name.endswith("1/count")}
     assert len(schedules) == 1

@@ -9,7 +9,7 @@ from pyarrow import parquet
 
 from loka_jax import jsonfile
 from loka_jax.train.config import RunOptions
-from loka_jax.train.folder.scores_file import read_scores
+from loka_jax.train.scores import read_scores
 from tests.support.configs import tiny
 from tests.support.train import lines, summary, train
 

@@ -26,7 +26,6 @@ def make_state(seed):
         "fp8": {"lhs": x.astype(jnp.float8_e4m3fn), "g": x.astype(jnp.float8_e5m2)},
         "specials": jnp.float32([np.nan, np.inf, -0.0, 1e-42]),
         "none": jnp.zeros((0, 4)),
-        "key": jax.random.key(seed),
         "words": np.arange(seed, seed + 3),
         "step": jnp.int32(seed),
     }
@@ -34,8 +33,6 @@ def make_state(seed):
 
 def assert_same_bits(got, want):
     assert jax.tree.map(type, got) == jax.tree.map(type, want)
-    for tree in (got, want):
-        tree["key"] = jax.random.key_data(tree["key"])
     assert digest(got) == digest(want)
 
 
@@ -45,10 +42,10 @@ def fill(directory, *steps):
             checkpoints.save(step, make_state(step), {"config": {"lr": 0.1}})
 
 
-def restore(directory, template=None, **kwargs):
+def restore(directory, template=None):
     with Checkpoints(directory) as checkpoints:
         saved = checkpoints.newest()
-        state = checkpoints.read(saved, template or make_state(0), **kwargs)
+        state = checkpoints.read(saved, template or make_state(0))
         return saved.step, state, saved.meta
 
 
@@ -83,16 +80,17 @@ def test_donated_buffers_do_not_reach_the_checkpoint(tmp_path):
 
 def test_the_newest_checkpoints_stay(tmp_path, caplog):
     with Checkpoints(tmp_path, keep=2) as checkpoints:
-        saved = [checkpoints.save(x, {"x": jnp.ones(3)}, {}) for x in (1, 2, 10, 9)]
+        for step in (1, 2, 10, 9):
+            checkpoints.save(step, {"x": jnp.ones(3)}, {})
         checkpoints.wait()
-        assert all(saved) and checkpoints.latest_step() == 10
+        assert checkpoints.latest_step() == 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "9"]
     assert not caplog.records  # as all went well
 
 
 def test_a_step_is_saved_once_unless_a_run_resumes_earlier(copy):
     with Checkpoints(copy) as checkpoints:
-        assert not checkpoints.save(2, make_state(7), {})
+        checkpoints.save(2, make_state(7), {})
         assert_same_bits(restore(copy)[1], make_state(2))
         checkpoints.drop_after(1)
         assert checkpoints.latest_step() == 1
@@ -164,11 +162,9 @@ def test_all_damaged_is_one_sentence_and_nothing_is_overwritten(copy):
 
 
 def test_a_template_that_does_not_fit_names_the_leaf(saved):
-    there = r"'step' is int32\[\] there and int32\[3\] here"
-    reason = f"{there}.*configs differ in lr: saved 0.1, now 0.2"
+    reason = r"'step' is int32\[\] there and int32\[3\] here: resume with the config"
     with pytest.raises(ValueError, match=reason):
-        other = make_state(0) | {"step": jnp.zeros(3, jnp.int32)}
-        restore(saved, other, config={"lr": 0.2})
+        restore(saved, make_state(0) | {"step": jnp.zeros(3, jnp.int32)})
     assert (saved / "2").is_dir()  # nothing is wrong with it
 
 

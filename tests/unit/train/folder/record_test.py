@@ -6,8 +6,7 @@ import pytest
 
 from loka_jax.train.folder import record
 from loka_jax.train.folder.record import RunRecord, saved_config
-from loka_jax.train.folder.scores_file import read_scores, write_scores
-from loka_jax.train.logs.breakdown import Scores
+from loka_jax.train.scores import Scores, read_scores, write_scores
 
 CONFIG = {"name": "fp8_dlrm", "steps": 10, "optim": {"lr": 0.1}}
 SCORES = Scores(
@@ -24,8 +23,8 @@ def run(workdir, steps, *, start=0, resume=False, **kwargs):
         run_record.start(start)
         for step in range(start + 1, steps + 1):
             run_record.log({"step": step, "kind": "train", "loss": 1 / step})
-            run_record.log_scales(step, {"bottom/0/lhs": 2.0**-step})
-            run_record.log_amaxes(step, {"bottom/0/lhs": 2.0**step})
+            run_record.log({"step": step, "bottom/0/lhs": 2.0**-step}, record.SCALES)
+            run_record.log({"step": step, "bottom/0/lhs": 2.0**step}, record.AMAXES)
             if step % 3 == 0:
                 run_record.log({"step": step, "kind": "eval", "auc": None})
 
@@ -55,9 +54,9 @@ def test_a_run_that_starts_has_its_config_and_no_summary_of_an_earlier_end(tmp_p
     names = ("sites.json", "summary.json", "evaluation.json", "scores.npy")
     with RunRecord(tmp_path, config=CONFIG, resume=True) as run_record:
         run_record.start(2)
-        run_record.write_sites([{"path": "top_mlp/0"}])
+        run_record.write(names[0], [{"path": "top_mlp/0"}])
         run_record.write_scores({"label": SCORES}, "test", ("a",))
-        run_record.write_summary({"finished": True})
+        run_record.write(names[1], {"finished": True})
     sites, end, found = (json.loads((tmp_path / x).read_text()) for x in names[:3])
     assert (sites, end) == ([{"path": "top_mlp/0"}], {"finished": True})
     assert (found["split"], found["examples"]) == ("test", 3)

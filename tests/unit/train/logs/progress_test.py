@@ -13,8 +13,7 @@ from loka_jax import nn
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import Decision
 from loka_jax.site import BF16
-from loka_jax.train.logs import progress
-from loka_jax.train.logs.column_table import print_columns
+from loka_jax.train.logs import printing, progress
 
 LINE = {"loss": 0.5, "ne": None, "examples_per_second": 12345.6, "skipped_steps": 2}
 HOSTILE = "[/b] [bold]x :smile: \x1b]0;title\x07 \r\n"
@@ -51,7 +50,7 @@ def test_irregular_values_are_told_by_column():
     report |= {"totals": {"oov": 29, "nan": 1, "inf": 0}, "bad_rows": {"count": 2}}
     report["splits"] = {"train": {"columns": columns}}
     report["splits"]["valid"] = {"columns": {"c0": {"oov": 1}}}
-    text = printed(lambda console: progress.print_data(console, report))
+    text = printed(lambda console: printing.print_data(console, report))
     assert text.splitlines()[1] == (
         "Irregular values, handled as configured: 29 oov in c6 7, c5 6, c4 5, c3 4, "
         "c2 3 and 2 more; 1 nan in c3 1; 2 bad rows."
@@ -70,10 +69,10 @@ def test_texts_of_others_are_printed_as_they_are(terminal):
     line = dict.fromkeys(("auc", "logloss", "ne", "calibration")) | {"split": HOSTILE}
 
     def show(console):
-        progress.print_data(console, report)
-        print_columns(console, report, {HOSTILE: 4})
-        progress.print_sites(console, (site,))
-        progress.print_plan(console, plan, (HOSTILE,))
+        printing.print_data(console, report)
+        printing.print_columns(console, report, {HOSTILE: 4})
+        printing.print_sites(console, (site,))
+        printing.print_plan(console, plan, (HOSTILE,))
         with progress.TrainingProgress(console) as display:
             display.say(f"the step did not compile: {HOSTILE}")
             display.evaluation(5, line)

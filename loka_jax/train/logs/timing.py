@@ -1,4 +1,4 @@
-"""The training time of a session, and its examples per second without compilation.
+"""Training time, examples per second without compilation, and traces of steps.
 
     examples/s = examples / seconds        over the steps since the last compilation
 
@@ -8,15 +8,15 @@ anyway, and after a step in which something was compiled.
 
 import dataclasses
 import functools
+import pathlib
 import time
+import types
 
 import jax
 
 from loka_jax import compat
 from loka_jax.train.state import TrainState
 from loka_jax.train.watch.host_state import Progress
-
-_EVENTS = (compat.LOWERING_EVENT, compat.COMPILATION_EVENT)
 
 
 class Clock:
@@ -53,17 +53,11 @@ class Clock:
         return self._count != before
 
     def compile_seconds(self) -> float:
-        """Returns the seconds of lowering and compiling since the start.
-
-        Those of threads that compile at the same time are added.
-        """
+        """Returns the seconds that all threads lowered and compiled since the start."""
         return self._compiled.seconds - self._compiled_before
 
     def rate(self, progress: Progress) -> float | None:
-        """Returns the examples per second since the last `mark` or `rewind`.
-
-        None if there was no step since.
-        """
+        """Returns the examples per second since the last `mark` or `rewind`, if any."""
         return _rate(*self._elapsed(progress))
 
     def mark(self, progress: Progress) -> None:
@@ -87,22 +81,42 @@ def _rate(examples: int, seconds: float) -> float | None:
     return examples / seconds if examples and seconds > 0 else None
 
 
-class _Compilations:
-    """Counts the programs that this process has compiled, and the time of that."""
-
-    def __init__(self):
-        self.count, self.seconds = 0, 0.0
-
-    def __call__(self, event: str, duration_secs: float, **kwargs: str | int):
-        """Counts an event of jax."""
-        self.count += event == compat.COMPILATION_EVENT
-        if event in _EVENTS:
-            self.seconds += duration_secs
-
-
 @functools.cache
-def _compilations() -> _Compilations:
-    """Returns the counter of this process; it counts from the first call on."""
-    counter = _Compilations()
-    jax.monitoring.register_event_duration_secs_listener(counter)
-    return counter
+def _compilations() -> types.SimpleNamespace:
+    """Returns how many programs this process compiles from now on, and their time."""
+    found = types.SimpleNamespace(count=0, seconds=0.0)
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        found.count += event == compat.COMPILATION_EVENT
+        if event in (compat.LOWERING_EVENT, compat.COMPILATION_EVENT):
+            found.seconds += duration_secs
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return found
+
+
+class Profiler:
+    """Traces a range of steps into a folder, for XProf or Perfetto (`--profile`)."""
+
+    def __init__(self, steps: range, directory: pathlib.Path):
+        self._steps = steps
+        self._directory = directory
+        self._is_tracing = False
+
+    def before(self, step: int):
+        """Starts the trace before its first step."""
+        if step in self._steps and not self._is_tracing:
+            jax.profiler.start_trace(str(self._directory))
+            self._is_tracing = True
+
+    def after(self, step: int, state):
+        """Ends the trace after its last step, when `state` is computed."""
+        if self._is_tracing and step + 1 not in self._steps:
+            jax.block_until_ready(state)
+            self.close()
+
+    def close(self):
+        """Ends the trace if it is running."""
+        if self._is_tracing:
+            jax.profiler.stop_trace()
+            self._is_tracing = False

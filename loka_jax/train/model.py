@@ -14,7 +14,7 @@ from loka_jax.train import tasks
 from loka_jax.train.config import Config
 
 
-class Network(NamedTuple):
+class RunModel(NamedTuple):
     """The model of a run without its data.
 
     Attributes:
@@ -30,18 +30,24 @@ class Network(NamedTuple):
     inputs: Callable[[int], tuple[jax.ShapeDtypeStruct, ...]]
 
 
-def network(config: Config, schema: Schema, devices: int = 1) -> Network:
+def model_of(config: Config, schema: Schema, devices: int = 1) -> RunModel:
     """Returns the tables and sites of the model for data of this schema.
 
     Raises:
         ValueError: if the data have no categorical column, or other tasks than the
-            model.
+            model, or a batch has too many ids.
     """
     tasks.check_tasks(schema.labels, config.model, config.optim)
     if not schema.fields:
         raise ValueError(
             "the model needs at least one categorical column: name them with "
             "--data.categorical A B C."
+        )
+    size, ids = config.loop.batch_size, len(schema.categorical) + sum(schema.slots)
+    if not size * ids < 2**31:
+        raise ValueError(
+            f"--loop.batch-size {size} times {ids} ids an example do not fit in int32: "
+            "lower it, or --data.max-values."
         )
     dim = config.embedding.dim
     stack = TableSpec(
@@ -53,26 +59,18 @@ def network(config: Config, schema: Schema, devices: int = 1) -> Network:
     )
     dims = config.embedding.dims_of(schema.fields, schema.owners)
     tables = with_dims(stack, tuple(dims.values()))
-    _check_ids(config.loop.batch_size, schema)
-    rows = config.loop.batch_size // config.loop.microbatches // devices
 
     def inputs(rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         shapes = (len(schema.dense),), (len(schema.fields), dim)
         return tuple(jax.ShapeDtypeStruct((rows, *x), jnp.float32) for x in shapes)
 
     def list_sites(
-        plan: DispatchPlan, rows: int = rows, *, scales_initialized: bool = False
+        plan: DispatchPlan,
+        rows: int = size // config.loop.microbatches // devices,
+        *,
+        scales_initialized: bool = False,
     ) -> tuple[nn.Site, ...]:
         planned = nn.Planned(config.model, plan.choices, scales_initialized)
         return nn.list_sites(planned, *inputs(rows))
 
-    return Network(tables, list_sites, inputs)
-
-
-def _check_ids(batch_size: int, schema: Schema):
-    ids = len(schema.categorical) + sum(schema.slots)
-    if not batch_size * ids < 2**31:
-        raise ValueError(
-            f"--loop.batch-size {batch_size} times {ids} ids an example do not fit in "
-            "int32: lower it, or --data.max-values."
-        )
+    return RunModel(tables, list_sites, inputs)

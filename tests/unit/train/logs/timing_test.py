@@ -2,9 +2,11 @@ import dataclasses
 import time
 
 import jax
+import jax.numpy as jnp
+import pytest
 
 from loka_jax.data import Position
-from loka_jax.train.logs.clock import Clock
+from loka_jax.train.logs.timing import Clock, Profiler
 from loka_jax.train.watch.host_state import Progress
 
 START = Progress(position=Position(0, 0, 0))
@@ -39,3 +41,32 @@ def test_only_what_compiles_is_noticed_and_once():
     double(1)  # another dtype
     clock.restart()
     assert not clock.has_compiled()
+
+
+BEGIN, END = "start_trace", "stop_trace"
+
+
+@pytest.mark.parametrize(
+    "traced, taken, expected",
+    [
+        (range(2, 4), range(6), [0, 1, BEGIN, 2, 3, END, 4, 5]),
+        (range(2, 5), range(4, 6), [BEGIN, 4, END, 5]),  # a resumed run
+        (range(0, 9), range(2), [BEGIN, 0, 1, END]),  # a run that ends before it
+    ],
+)
+def test_a_trace_holds_the_steps_of_its_range(
+    monkeypatch, tmp_path, traced, taken, expected
+):
+    events = []
+    for name in (BEGIN, END):
+        note = lambda *folder, name=name: events.append((name, *folder))  # noqa: E731
+        monkeypatch.setattr(jax.profiler, name, note)
+    profiler = Profiler(traced, tmp_path)
+    for step in taken:
+        profiler.before(step)
+        events.append((step,))
+        profiler.after(step, jnp.zeros(()))
+    profiler.close()
+    profiler.close()
+    assert [event[0] for event in events] == expected
+    assert all(e[1:] == ((str(tmp_path),) if e[0] == BEGIN else ()) for e in events)

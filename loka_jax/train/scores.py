@@ -1,7 +1,11 @@
-"""What one number hides: calibration by prediction, quality by values of columns.
+"""Scored examples: their file, calibration by prediction, quality by values of columns.
 
-All are of scored examples on the host. For a set of examples with weights w, labels y
-and predictions p = sigmoid(logit)
+`scores.npy` in a workdir has a record for each example of the final evaluation, with
+the fields `logits`, `labels` and `weights`; of several labels, one field for each,
+which has these three. A label that an example lacks is NaN.
+
+The rest are numbers that the mean of all examples hides. For a set of examples with
+weights w, labels y and predictions p = sigmoid(logit)
 
     mean label, mean prediction   = sum w y / sum w,  sum w p / sum w
     calibration                   = sum w p / sum w y
@@ -13,18 +17,25 @@ Intervals are Wilson's, 95 %, of the mean label; that of the calibration divides
 mean prediction by its ends. With weights, n is (sum w)^2 / sum w^2.
 """
 
-from collections.abc import Sequence
+import io
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from loka_jax import jsonfile
 from loka_jax.data.saved_encoding import values_of
 from loka_jax.data.shards import ShardFolder
+from loka_jax.report.comparison import Scored
 from loka_jax.terminal import clip
 
 BINS = 15  # of predictions, with equally many examples
 VALUES = 5  # of a column, the most frequent ones
+SCORES = "scores.npy"
+_FIELDS = [(name, np.float32) for name in Scored._fields]
 _Z = 1.959964  # of a 95 % interval
 
 
@@ -43,13 +54,13 @@ class Scores(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums over the examples of each group."""
+    """Sums over the examples of each group, [G]."""
 
-    count: Int[np.ndarray, "G"]
-    weight: Float[np.ndarray, "G"]
-    squared_weight: Float[np.ndarray, "G"]
-    prediction: Float[np.ndarray, "G"]
-    label: Float[np.ndarray, "G"]
+    count: np.ndarray
+    weight: np.ndarray
+    squared_weight: np.ndarray
+    prediction: np.ndarray
+    label: np.ndarray
 
 
 def breakdown(scores: Scores, columns: Sequence[str]) -> dict[str, Any]:
@@ -57,10 +68,12 @@ def breakdown(scores: Scores, columns: Sequence[str]) -> dict[str, Any]:
 
     Both are of the examples that have the label.
     """
-    scores = sort_by_logit(with_label(scores))
+    scores = Scores(*(part[~np.isnan(scores.labels)] for part in scores))
+    order = np.argsort(scores.logits, kind="stable")
+    scores = Scores(*(part[order] for part in scores))
     return {
         "examples": len(scores.logits),
-        "calibration_curve": calibration_curve(scores),
+        "calibration_curve": _calibration_curve(scores),
         "columns": [
             {"column": name} | by_value(scores, field)
             for field, name in enumerate(columns)
@@ -86,36 +99,24 @@ def with_names(
     return [named(column) for column in columns]
 
 
-def with_label(scores: Scores) -> Scores:
-    """Returns the examples that have the label."""
-    is_known = ~np.isnan(scores.labels)
-    return Scores(*(part[is_known] for part in scores))
-
-
-def sort_by_logit(scores: Scores) -> Scores:
-    """Returns the examples in the order of their logits."""
-    order = np.argsort(scores.logits, kind="stable")
-    return Scores(*(part[order] for part in scores))
-
-
-def calibration_curve(scores: Scores, bins: int = BINS) -> list[dict[str, Any]]:
+def _calibration_curve(scores: Scores) -> list[dict[str, Any]]:
     """Returns mean prediction and mean label of bins of equally many examples.
 
     Equal logits share a bin, so that there can be fewer.
     """
     logits = scores.logits
-    edges = logits[np.arange(1, bins) * len(logits) // bins] if len(logits) else []
+    edges = logits[np.arange(1, BINS) * len(logits) // BINS] if len(logits) else []
     starts = np.unique(np.searchsorted(logits, edges))
     groups = np.searchsorted(starts, np.arange(len(logits)), side="right")
     sums = _sums(scores, groups, len(starts) + 1)
     return [_rates(sums, i) for i in np.flatnonzero(sums.count).tolist()]
 
 
-def by_value(scores: Scores, field: int, count: int = VALUES) -> dict[str, Any]:
+def by_value(scores: Scores, field: int) -> dict[str, Any]:
     """Returns the AUC within the values of a column, and its most frequent values.
 
-    Args:
-        field: the column's place in `Scores.ids`.
+    The column is that at a place of `Scores.ids`; the scores are in the order of their
+    logits.
 
     Returns:
         auc_within: None if no value has both labels.
@@ -128,7 +129,7 @@ def by_value(scores: Scores, field: int, count: int = VALUES) -> dict[str, Any]:
     aucs = _aucs(scores, groups)
     has_auc = np.isfinite(aucs)
     covered = float(sums.weight[has_auc].sum())
-    frequent = np.argsort(-sums.count, kind="stable")[:count]
+    frequent = np.argsort(-sums.count, kind="stable")[:VALUES]
     return {
         "num_values": len(values),
         "auc_within": _ratio(float((aucs * sums.weight)[has_auc].sum()), covered),
@@ -206,3 +207,52 @@ def wilson(rate: float, count: float) -> tuple[float, float]:
 
 def _ratio(a: float, b: float) -> float | None:
     return a / b if b else None
+
+
+def write_scores(workdir: str | os.PathLike, scores: Mapping[str, Scores]) -> None:
+    """Writes a NumPy file with a record for each example, in one step.
+
+    The scores are of the same examples, by label.
+    """
+    (first, *others) = scores.values()
+    dtype = [(name, _FIELDS) for name in scores] if others else _FIELDS
+    records = np.empty(len(first.logits), dtype)
+    for name, part in scores.items():
+        own = records[name] if others else records
+        for field in Scored._fields:
+            own[field] = getattr(part, field)
+    file = io.BytesIO()
+    np.save(file, records)
+    jsonfile.write_bytes(pathlib.Path(workdir) / SCORES, file.getvalue())
+
+
+def read_scores(workdir: str | os.PathLike) -> dict[str, Scored]:
+    """Returns the scored examples of a run by label; none if it has none.
+
+    Of a single label the name is "". Of several, each has the examples that have it.
+
+    Raises:
+        ValueError: if the file is not what a run writes.
+    """
+    path = pathlib.Path(workdir) / SCORES
+    if not path.exists():
+        return {}
+    try:
+        with open(path, "rb") as file:
+            records = np.load(file, allow_pickle=False)
+        if records.ndim == 1 and records.dtype == _FIELDS:
+            return {"": _scored(records)}
+        if records.ndim == 1 and records.dtype.names is not None:
+            return {name: _scored(records[name]) for name in records.dtype.names}
+    except (OSError, EOFError, ValueError, IndexError, TypeError):
+        pass
+    raise ValueError(f"{path} is broken: delete it, to do without it.")
+
+
+def _scored(records: np.ndarray) -> Scored:
+    """Returns the examples that have a label, if all are what a run writes."""
+    records = records[~np.isnan(records["labels"])]
+    logits, labels, weights = (records[x].astype(np.float32) for x in Scored._fields)
+    if not np.all(np.isfinite(logits) & np.isin(labels, (0, 1)) & (weights > 0)):
+        raise ValueError("it has other values than scores, labels and weights.")
+    return Scored(logits, labels, weights)

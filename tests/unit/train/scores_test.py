@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from sklearn import metrics as oracle
 
-from loka_jax.train.logs.breakdown import Scores, breakdown, by_value, wilson
+from loka_jax.train.scores import Scores, breakdown, by_value, wilson
 
 
 def scores(num=4000):
