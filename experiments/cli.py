@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import jax
 import tyro
 
-from experiments.configs import all_names, descriptions, find_config, get_config
+from experiments.configs import descriptions, find_config, get_config, names
 from experiments.options import asks_for_help, expanded, parse_options, take
 from loka_jax.commands import command, interruptible
 from loka_jax.terminal import printable
@@ -114,12 +114,13 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
         print(f"usage: {command(script)} --config NAME [--option value ...]\n")
         for name, text in descriptions().items():
             print(f"  {name:20} {text}")
+        print("\n  bf16_NAME is fp8_NAME in bfloat16, its baseline.")
         print("\nWith --config NAME, --help lists all options and defaults.")
         raise SystemExit(0)
     near = difflib.get_close_matches("--config", rest, n=1, cutoff=0.7)
     hint = f"did you mean --config by {near[0]}? Else " if near else ""
     raise ValueError(
-        f"--config NAME is missing: {hint}use one of {', '.join(all_names())}; or "
+        f"--config NAME is missing: {hint}use one of {', '.join(names())}; or "
         "resume a run with --resume --workdir FOLDER."
     )
 

@@ -6,7 +6,6 @@ and size.
 
 from experiments.configs import generated, tables, wide
 from experiments.configs.registry import (
-    all_names,
     descriptions,
     find_config,
     get_config,
@@ -14,7 +13,6 @@ from experiments.configs.registry import (
 )
 
 __all__ = [
-    "all_names",
     "descriptions",
     "find_config",
     "generated",

@@ -7,7 +7,6 @@ from loka_jax.data import DataConfig
 from loka_jax.models import Dcnv2, Dhen, DhenDlrm, Dlrm, Wukong
 from loka_jax.optim import OptimConfig
 from loka_jax.train.config import (
-    Config,
     Dcnv2Config,
     DhenConfig,
     DhenDlrmConfig,
@@ -30,13 +29,6 @@ _HALF_DATA = DataConfig(examples=3_145_728)
 _DENSE_EMBEDDINGS = 6
 
 
-def in_bf16[C: Config](config: C) -> C:
-    """Returns the twin in bfloat16 of a configuration `fp8_NAME`, its baseline."""
-    name = config.name.replace("fp8", "bf16")
-    model = config.model.clone(recipe="bf16")
-    return dataclasses.replace(config, name=name, model=model)
-
-
 @register
 def fp8_dlrm() -> DlrmConfig:
     """A DLRM in FP8: about two minutes on two CPU cores; wider on a Hopper GPU."""
@@ -51,12 +43,6 @@ def fp8_dlrm() -> DlrmConfig:
 
 
 @register
-def bf16_dlrm() -> DlrmConfig:
-    """The same DLRM in bfloat16, the baseline of `fp8_dlrm`."""
-    return in_bf16(fp8_dlrm())
-
-
-@register
 def fp8_dlrm_wide() -> DlrmConfig:
     """The DLRM that `fp8_dlrm` is on a Hopper GPU: a top MLP 4,096 wide in FP8."""
     small = fp8_dlrm()
@@ -68,12 +54,6 @@ def fp8_dlrm_wide() -> DlrmConfig:
         optim=dataclasses.replace(_OPTIM, lr=5e-4, warmup_steps=128),
         loop=LoopConfig(batch_size=8192, eval_every=1024),
     )
-
-
-@register
-def bf16_dlrm_wide() -> DlrmConfig:
-    """The same DLRM in bfloat16, the baseline of `fp8_dlrm_wide`."""
-    return in_bf16(fp8_dlrm_wide())
 
 
 @register
@@ -111,12 +91,6 @@ def fp8_wukong() -> WukongConfig:
 
 
 @register
-def bf16_wukong() -> WukongConfig:
-    """The same Wukong in bfloat16, the baseline of `fp8_wukong`."""
-    return in_bf16(fp8_wukong())
-
-
-@register
 def fp8_dhen() -> DhenConfig:
     """A small DHEN in FP8: a few minutes on two CPU cores."""
     return DhenConfig(
@@ -137,12 +111,6 @@ def fp8_dhen() -> DhenConfig:
         optim=_OPTIM,
         loop=_LOOP,
     )
-
-
-@register
-def bf16_dhen() -> DhenConfig:
-    """The same DHEN in bfloat16, the baseline of `fp8_dhen`."""
-    return in_bf16(fp8_dhen())
 
 
 @register
@@ -167,9 +135,3 @@ def fp8_dhen_dlrm() -> DhenDlrmConfig:
         optim=_OPTIM,
         loop=_LOOP,
     )
-
-
-@register
-def bf16_dhen_dlrm() -> DhenDlrmConfig:
-    """The same mix in bfloat16, the baseline of `fp8_dhen_dlrm`."""
-    return in_bf16(fp8_dhen_dlrm())

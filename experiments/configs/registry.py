@@ -1,10 +1,12 @@
 """What `--config` names: a registered configuration, a JSON file, or a user's function.
 
 --config fp8_dlrm
+--config bf16_dlrm               its baseline: the same in bfloat16
 --config config.json             what --print-config printed, or a run's config.json
 --config my_configs.py:my_dlrm   a function without arguments that returns a Config
 """
 
+import dataclasses
 import importlib.util
 import pathlib
 import sys
@@ -18,8 +20,8 @@ from loka_jax.train.config import Config
 from loka_jax.train.folder.config_file import read_config
 
 _CONFIGS: dict[str, Callable[[], Config]] = {}
-# On a Hopper GPU the command line takes wide ones for the names without "_small".
-_OTHER_NAMES = {"fp8_dlrm_small": "fp8_dlrm", "bf16_dlrm_small": "bf16_dlrm"}
+# On a Hopper GPU the command line takes a wide one for the name without "_small".
+_OTHER_NAMES = {"fp8_dlrm_small": "fp8_dlrm"}
 
 
 def register[C: Config](make: Callable[[], C]) -> Callable[[], C]:
@@ -30,13 +32,15 @@ def register[C: Config](make: Callable[[], C]) -> Callable[[], C]:
 
 
 def names() -> list[str]:
-    """Returns one name of each configuration."""
+    """Returns one name of each configuration, without the baselines."""
     return sorted(_CONFIGS)
 
 
 def all_names() -> list[str]:
     """Returns all names that a configuration can be had by."""
-    return sorted((*_CONFIGS, *_OTHER_NAMES))
+    own = (*_CONFIGS, *_OTHER_NAMES)
+    twins = (name.replace("fp8", "bf16") for name in own if name.startswith("fp8_"))
+    return sorted((*own, *twins))
 
 
 def descriptions() -> dict[str, str]:
@@ -45,17 +49,22 @@ def descriptions() -> dict[str, str]:
 
 
 def get_config(name: str) -> Config:
-    """Returns the configuration of that name.
+    """Returns the configuration of that name; `bf16_NAME` is `fp8_NAME` in bfloat16.
 
     Raises:
         ValueError: if there is none; the message suggests the nearest name.
     """
+    if name.startswith("bf16_") and name in all_names():
+        config = get_config(name.replace("bf16", "fp8"))
+        model = config.model.clone(recipe="bf16")
+        own = config.name.replace("fp8", "bf16")
+        return dataclasses.replace(config, name=own, model=model)
     make = _CONFIGS.get(_OTHER_NAMES.get(name, name))
     if make is None:
         hint = did_you_mean(name, all_names(), cutoff=0.4)
         raise ValueError(
             f"unknown configuration {name!r}: {hint}Use one of "
-            f"{', '.join(all_names())}, "
+            f"{', '.join(names())}, bf16_NAME for the baseline of fp8_NAME, "
             "a file that --print-config printed (FILE.json), or a function of your own "
             "(FILE.py:FUNCTION)."
         )

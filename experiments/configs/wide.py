@@ -4,7 +4,7 @@ Each embedding of d values: a table's row holds e d of them, so that 26 fields a
 dense features' embeddings make n.
 """
 
-from experiments.configs.generated import FP8, in_bf16
+from experiments.configs.generated import FP8
 from experiments.configs.registry import register
 from loka_jax.data import DataConfig
 from loka_jax.models import Dcnv2, Dhen, Wukong
@@ -46,12 +46,6 @@ def fp8_mlperf_dcnv2() -> Dcnv2Config:
         optim=_OPTIM,
         loop=LoopConfig(batch_size=65536, eval_every=256),
     )
-
-
-@register
-def bf16_mlperf_dcnv2() -> Dcnv2Config:
-    """The same DLRM-DCNv2 in bfloat16, the baseline of `fp8_mlperf_dcnv2`."""
-    return in_bf16(fp8_mlperf_dcnv2())
 
 
 @register

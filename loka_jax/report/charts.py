@@ -115,10 +115,7 @@ def curves(
 
 
 def scatter(title: str, series: Sequence[Series], x: str, y: str) -> list[Figure]:
-    """Returns a figure of points and their intervals, and the line where x = y.
-
-    None if there is no point, or no matplotlib.
-    """
+    """Returns a figure of points, intervals, and the line where x = y; or none."""
     series = [cloud for cloud in series if cloud.finite()]
     if not series or not can_draw():
         return []

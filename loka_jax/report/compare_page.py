@@ -81,17 +81,9 @@ def _tiles(runs: Sequence[ComparedRun]) -> list[tuple[str, str, str]]:
 def _final(run: ComparedRun) -> dict[str, Any]:
     """Returns the metrics of the final evaluation, and what the table has beside."""
     summary, (values, split, where) = run.files.summary, final_of(run.files)
-    names = ("steps", "seconds", "device")
-    return (
-        values
-        | {name: summary.get(name) for name in names}
-        | {
-            "name": run.name,
-            "split": split,
-            "where": where,
-            "examples_per_second": speed_of(run.files),
-        }
-    )
+    shown = {name: summary.get(name) for name in ("steps", "seconds", "device")}
+    shown |= {"name": run.name, "split": split, "where": where}
+    return values | shown | {"examples_per_second": speed_of(run.files)}
 
 
 def _pair(first: ComparedRun, run: ComparedRun) -> dict[str, Any]:
@@ -147,18 +139,14 @@ def _figures(
                 series.append(Series(run.name, curve, color, is_dashed, has_dots))
         return charts.curves(title, series, **options)
 
-    def evaluated(title: str, name: str) -> list[Figure]:
+    def over(title: str, file: str, name: str, **options: Any) -> list[Figure]:
         def points_of(run: ComparedRun):
-            lines = [line for line in run.files.evals if line.get("split") == split]
+            lines = getattr(run.files, file)
+            if file == "evals":
+                lines = [line for line in lines if line.get("split") == split]
             return points(thin(lines, _MAX_POINTS), name)
 
-        return figure(f"{title}, {split}", points_of, has_dots=True)
-
-    def trained(title: str, name: str, **options: Any) -> list[Figure]:
-        def points_of(run: ComparedRun):
-            return points(thin(run.files.train, _MAX_POINTS), name)
-
-        return figure(title, points_of, **options)
+        return figure(title, points_of, has_dots=file == "evals", **options)
 
     def minus_first(run: ComparedRun):
         """Returns (examples, difference of NE) at the steps evaluated in both."""
@@ -173,12 +161,12 @@ def _figures(
 
     title = f"NE minus the first run's, {split}"
     return [
-        *evaluated("NE", "ne"),
-        *evaluated("AUC", "auc"),
-        *evaluated("Log loss", "logloss"),
+        *over(f"NE, {split}", "evals", "ne"),
+        *over(f"AUC, {split}", "evals", "auc"),
+        *over(f"Log loss, {split}", "evals", "logloss"),
         *figure(title, minus_first, comparable, has_dots=True),
-        *trained("Log loss, train", "loss"),
-        *trained("Learning rate", "lr", from_zero=True),
-        *trained("Gradient norm", "grad_norm"),
-        *trained("Examples per second", "examples_per_second", from_zero=True),
+        *over("Log loss, train", "train", "loss"),
+        *over("Learning rate", "train", "lr", from_zero=True),
+        *over("Gradient norm", "train", "grad_norm"),
+        *over("Examples per second", "train", "examples_per_second", from_zero=True),
     ]

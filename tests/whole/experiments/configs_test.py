@@ -16,8 +16,6 @@ from tests.support.data import criteo_line
 
 # One of each kind of data, in three families.
 STEPPED = ("criteo_dcnv2", "frappe_wukong", "csv_dlrm")
-# Baselines differ from their models in the recipe alone.
-BUILT = [x for x in configs.names() if x[:4] != "bf16"]
 OWN = {"label": "click", "categorical": ("user",), "dense": ("age",)}
 
 
@@ -61,7 +59,7 @@ def build(monkeypatch, folder):
     return lambda config: build_lib.build(small(config, folder))
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", configs.names())
 def test_every_configuration_builds_and_lists_its_sites(name, build):
     run = build(configs.get_config(name))
     assert run.config.name == name
