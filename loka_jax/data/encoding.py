@@ -8,7 +8,7 @@ values and, with a vocabulary, for values seen fewer than `min_count` times in t
 
 import hashlib
 import re
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -161,21 +161,6 @@ def _floats_as_text(array: pa.Array) -> pa.Array:
     return pc.if_else(whole, integers.cast(pa.string()), array.cast(pa.string()))
 
 
-@runtime_checkable
-class Encoder(Protocol):
-    """Turns the values of one field into ids.
-
-    Attributes:
-        rows: the number of rows of the field's table, including id 0.
-    """
-
-    rows: int
-
-    def encode(self, values: pa.Array) -> np.ndarray:
-        """Returns int32 ids in [0, rows); 0 for null and unknown values."""
-        ...
-
-
 class ValueCounter:
     """Counts the values of one field, block by block.
 
@@ -323,6 +308,10 @@ def _bits(value: str | None) -> int | None:
         return None
     number = int(value, 16 if is_hex else 10)
     return number % 2**64 if -(2**63) <= number < 2**64 else None
+
+
+# Turns the texts of a field into int32 ids below `rows`; 0 is for null and unknown.
+type Encoder = VocabularyEncoder | HashEncoder | ModuloEncoder
 
 
 def hash_encoder(config: DataConfig, column: str) -> Encoder | None:

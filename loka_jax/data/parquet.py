@@ -47,7 +47,7 @@ def read_parquet(
             raise ValueError(f"{path} is empty (0 bytes): get the file again.")
         yield from _parquet_blocks(path, columns, block_bytes)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {_parquet_damage(error)}") from None
+        raise ValueError(f"{path} cannot be read: {damage(error)}") from None
 
 
 def _parquet_blocks(
@@ -184,11 +184,3 @@ def _text_bytes(column: pa.Array) -> np.ndarray:
 def _plain_table(batch: pa.RecordBatch) -> pa.Table:
     columns = [plain(column) for column in batch.columns]
     return pa.table(columns, names=batch.schema.names)
-
-
-def _parquet_damage(error: Exception) -> str:
-    if "magic bytes" in str(error):
-        return "it is not a complete Parquet file (no footer); get it again."
-    if "CRC" in str(error):
-        return "a page does not match its checksum; get the file again."
-    return damage(error)

@@ -278,4 +278,8 @@ def damage(error: Exception) -> str:
         return "permission denied."
     if "header check" in text or "not a gzipped file" in text.lower():
         return "it is not a gzip file; get it again or drop .gz from its name."
+    if "magic bytes" in text:
+        return "it is not a complete Parquet file (no footer); get it again."
+    if "CRC checksum" in text:  # of a page
+        return "a page does not match its checksum; get the file again."
     return f"it is damaged ({text[:120].strip()}); get the file again."
