@@ -207,8 +207,9 @@ def _warmed_up(run: Run, batches: list[Batch]) -> TrainState:
             run.placement.router(batch)
     state = run.init()
     for batch in batches[:3]:
-        state = run.train_step(scales_initialized=False)(state, batch)
-    return jax.block_until_ready(run.train_step()(state, batches[3]))
+        state = run.train_step()(state, batch)
+    step = run.train_step(scales_initialized=True)
+    return jax.block_until_ready(step(state, batches[3]))
 
 
 def _over_and_over(batches: list[Batch]) -> Iterator[tuple[Position, Batch]]:
@@ -257,7 +258,8 @@ def _parts(run: Run, state: TrainState, batches: list[Batch]) -> dict[str, Any]:
     """Returns the microseconds of a step's kernels on a device, by part."""
     # The step takes no statistics of Probe where it does not observe.
     state = dataclasses.replace(state, probe={})
-    compiled = run.train_step().lower(state, batches[0]).compile(dict(NO_CAPTURE))
+    step = run.train_step(scales_initialized=True)
+    compiled = step.lower(state, batches[0]).compile(dict(NO_CAPTURE))
     text = compiled.as_text() or ""
     if not isinstance(run.placement, MeshPlacement):
         chain = chain_of(compiled, [state], batches, READ_STEP)
