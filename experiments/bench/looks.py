@@ -85,7 +85,7 @@ def measure(arguments: Arguments, size: int) -> dict[str, Any]:
     def looks(count: int) -> Any:
         return [look(held[0], batches[i % len(batches)]) for i in range(count)][-1]
 
-    steps = chain_of(run.train_step(), held, batches, READ_STEP)
+    steps = chain_of(run.train_step(scales_initialized=True), held, batches, READ_STEP)
     times = time_chains({"step": steps, "look": looks}, calls=arguments.calls)
     kernels = profile_kernels(looks, calls=3)
     every = run.config.loop.look_every

@@ -125,13 +125,14 @@ def run_of(
 def _measured(run: Run):
     """Returns steps as a chain, and a step's memory and its kernel time by part."""
     state, batches = warm_up(run)
-    compiled = run.train_step().lower(state, batches[0]).compile(dict(NO_CAPTURE))
+    step = run.train_step(scales_initialized=True)
+    compiled = step.lower(state, batches[0]).compile(dict(NO_CAPTURE))
     # The step takes no statistics of Probe where it does not observe.
     held = [dataclasses.replace(state, probe={})]
     chain = chain_of(compiled, held, batches, READ_STEP)
     parts = kernels_by_part(compiled.as_text() or "", chain)
     measured = {"memory_bytes": memory_bytes(compiled), "kernels_us": parts}
-    return chain_of(run.train_step(), held, batches, READ_STEP), measured
+    return chain_of(step, held, batches, READ_STEP), measured
 
 
 def _print(result: dict[str, Any]):

@@ -68,7 +68,7 @@ def warm_up(run: Run) -> tuple[TrainState, list[Batch]]:
     ]
     state = run.init()
     for batch in batches[:3]:
-        state = run.train_step(scales_initialized=False)(state, batch)
+        state = run.train_step()(state, batch)
     return state, batches
 
 

@@ -161,7 +161,7 @@ class Run:
     def train_step(
         self,
         *,
-        scales_initialized: bool = True,
+        scales_initialized: bool = False,
         probe: nn.ProbeConfig | None = None,
         steps: int = 1,
     ) -> TrainStep:

@@ -22,7 +22,7 @@ from loka_jax.dispatch.policy import DEFAULT_LIMITS, Limits
 from loka_jax.models import Dcnv2, Dhen, DhenDlrm, Dlrm, Mmoe, RankingModel, Wukong
 from loka_jax.nn import ProbeConfig
 from loka_jax.optim import OptimConfig
-from loka_jax.options import require
+from loka_jax.options import option_of, require
 from loka_jax.probe.site import ProbeSettings
 from loka_jax.recipe import INITIALIZED, get_recipe
 from loka_jax.train.mesh.devices import (
@@ -80,12 +80,9 @@ class LoopConfig:
     on_divergence: Literal["stop", "go_back"] = "stop"
 
     def __post_init__(self):  # noqa: D105
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, str):
-                continue
-            option = f"--loop.{field.name.replace('_', '-')}"
-            require(value is None or value >= 1, option, value, "at least 1")
+        for name, value in vars(self).items():
+            if isinstance(value, int):
+                require(value >= 1, option_of(f"loop.{name}"), value, "at least 1")
         require(
             self.batch_size <= _MAX_BATCH_SIZE,
             "--loop.batch-size",
@@ -154,8 +151,7 @@ class DispatchOptions:
     def __post_init__(self):  # noqa: D105
         for name in ("tune_seconds", "check_seconds"):
             value = getattr(self, name)
-            option = f"--dispatch.{name.replace('_', '-')}"
-            require(value > 0, option, value, "positive")
+            require(value > 0, option_of(f"dispatch.{name}"), value, "positive")
         for rule in self.rules:
             pattern, is_rule, choice = rule.partition("=")
             require(
@@ -205,11 +201,7 @@ class RunOptions:
             self.profile_steps()
 
     def profile_steps(self) -> range:
-        """Returns the steps to trace; none without `profile`.
-
-        Raises:
-            ValueError: if `profile` is not START:STEPS.
-        """
+        """Returns the steps to trace; none without `profile`."""
         if self.profile is None:
             return range(0)
         start, _, count = self.profile.partition(":")
@@ -373,10 +365,9 @@ def _check_kind(model: Any):
 def _check_model(model: RankingModel):
     for name in ("dropout_rate", "layer_dropout_rate"):
         rate = getattr(model, name, 0.0)
-        require(0 <= rate < 1, f"--{name.replace('_', '-')}", rate, "in [0, 1)")
+        require(0 <= rate < 1, option_of(name), rate, "in [0, 1)")
     for field in dataclasses.fields(model):
-        value = getattr(model, field.name)
-        option = f"--{field.name.replace('_', '-')}"
+        value, option = getattr(model, field.name), option_of(field.name)
         if isinstance(value, tuple):
             require(all(width >= 1 for width in value), option, value, "positive")
         elif isinstance(value, int) and not isinstance(value, bool):

@@ -347,7 +347,7 @@ def _dry_run(config: Config, console: Console, display: TrainingProgress) -> int
     with display.doing("compiling"):
         state = jax.eval_shape(run.init)
         batch = run.read(run.splits.train, 0)
-        step = run.train_step(scales_initialized=False)
+        step = run.train_step()
         memory = step.lower(state, batch).compile().memory_analysis()
     if memory is not None:
         held = memory.argument_size_in_bytes + memory.temp_size_in_bytes

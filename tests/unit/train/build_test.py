@@ -76,12 +76,13 @@ def test_a_step_is_made_with_the_options_of_the_run(make_train_step):
         model = dataclasses.replace(run.planned, scales_initialized=initialized)
         make_train_step.assert_called_with(model, *parts, **fixed, probe=None)
     # They are made once, and again for what differs.
-    step, probe = run.train_step(), nn.ProbeConfig()
-    assert run.train_step() is step and make_train_step.call_count == 2
-    observed = run.train_step(scales_initialized=True, probe=probe)
+    how, probe = dict(scales_initialized=True), nn.ProbeConfig()
+    step = run.train_step(**how)
+    assert run.train_step(**how) is step and make_train_step.call_count == 2
+    observed = run.train_step(**how, probe=probe)
     assert observed._is_observed and make_train_step.call_args.kwargs["probe"] == probe
-    assert run.train_step(scales_initialized=True, steps=2) is not step
-    assert run.replanned(run.plan.changed({})).train_step() is not step
+    assert run.train_step(**how, steps=2) is not step
+    assert run.replanned(run.plan.changed({})).train_step(**how) is not step
 
 
 @pytest.mark.parametrize("steps, depth", [(1, 4), (3, 6)])

@@ -79,5 +79,4 @@ def test_a_sample_is_of_batches_at_equal_distances(
     batch = valid.batch(Position(0, 0, 0), 4 * SIZE, shuffle=False)
     want = (rows, rows % 2, np.ones(len(rows)), np.asarray(batch.ids)[rows])
     jax.tree.map(np.testing.assert_array_equal, tuple(sample), want)
-    names = ("auc", "logloss", "ne", "calibration")
-    assert values == dict.fromkeys(names, 0.5)
+    assert values == dict.fromkeys(("auc", "logloss", "ne", "calibration"), 0.5)

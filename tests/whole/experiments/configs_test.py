@@ -76,7 +76,7 @@ def test_a_small_form_of_each_kind_of_data_takes_two_steps(name, build):
     state = run.init()
     for _ in range(2):
         batch = run.splits.train.batch(Position(0, 0, 0), size, shuffle=True)
-        state = run.train_step(scales_initialized=False)(state, jax.device_put(batch))
+        state = run.train_step()(state, jax.device_put(batch))
     assert (int(state.step), int(state.skipped)) == (2, 0)
     for task in metrics.split_tasks(state.metrics):
         assert math.isfinite(metrics.compute(task)["logloss"])

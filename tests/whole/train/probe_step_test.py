@@ -25,10 +25,7 @@ def test_an_observed_step_trains_as_any_other_and_sees_all_rows():
     state, plain = run.init(), run.init()
     batches = [run.read(run.splits.train, i) for i in range(3)]
     for batch in batches:
-        state, plain = (
-            step(state, batch),
-            run.train_step(scales_initialized=False)(plain, batch),
-        )
+        state, plain = step(state, batch), run.train_step()(plain, batch)
     for name in ("params", "fp8", "table"):
         found = getattr(state, name), getattr(plain, name)
         chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-6)

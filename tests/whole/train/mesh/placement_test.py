@@ -219,7 +219,8 @@ def test_the_compiled_step_says_what_travels():
     where = data, split._world, size, np.zeros(5, np.uint32), run.placement.sharding
     made = generated._make.lower(*where).compile().as_text()
     assert not list(collectives(made))  # each device makes its own examples
-    text = run.train_step().lower(run.init(), run.read(split, 0)).compile().as_text()
+    step, batch = run.train_step(scales_initialized=True), run.read(split, 0)
+    text = step.lower(run.init(), batch).compile().as_text()
     found = list(collectives(text))
     assert {kind for kind, *_ in found} == {"all-to-all", "all-gather", "all-reduce"}
     for kind, dtype, count, axes in found:

@@ -61,16 +61,12 @@ def test_groups_differ_until_they_are_averaged():
     run = run_of(4, 2, sync="weights", sync_every=3)
     states, state = {}, run.init()
     for step in range(1, 4):
-        state = run.train_step(scales_initialized=False)(
-            state, run.read(run.splits.train, step)
-        )
+        state = run.train_step()(state, run.read(run.splits.train, step))
         states[step] = are_equal(state)
     assert states == {1: False, 2: False, 3: True}
     # Earlier, if something is to read them.
     batch = run.read(run.splits.train, 1)
-    early = run.placement.sync(
-        run.train_step(scales_initialized=False)(run.init(), batch)
-    )
+    early = run.placement.sync(run.train_step()(run.init(), batch))
     assert are_equal(early) and run.placement.sync(early) is early
 
 
@@ -109,9 +105,7 @@ def test_what_travels_in_8_bits_is_rounded_again_as_it_was(every):
         run = run_of(4, 2, gradients="int8", **how)
         state = run.init() if state is None else TrainState(**state)
         for step in range(first, last):
-            state = run.train_step(scales_initialized=False)(
-                state, run.read(run.splits.train, step)
-            )
+            state = run.train_step()(state, run.read(run.splits.train, step))
         assert are_equal(state)
         return jax.tree.map(jnp.asarray, jax.device_get(vars(state)))
 
@@ -124,9 +118,7 @@ def test_a_mesh_rounds_rows_to_bfloat16_as_one_device_does():
     for run in (run_of(2, 4, "bf16"), run_of(1, 1, "bf16")):
         state = run.init()
         for step in range(2):
-            state = run.train_step(scales_initialized=False)(
-                state, run.read(run.splits.train, step)
-            )
+            state = run.train_step()(state, run.read(run.splits.train, step))
         assert state.table.dtype == jnp.bfloat16
         parts = jax.device_get(vars(state))
         parts = parts if run.placement.size == 1 else in_order_of_rows(parts, ROWS)

@@ -56,11 +56,8 @@ def gathered(program):
 
 def test_a_step_holds_and_gathers_the_lists_of_all_replicas():
     run = run_of(8, 1)
-    step = (
-        run.train_step(scales_initialized=False)
-        .lower(run.init(), run.read(run.splits.train, 0))
-        .compile()
-    )
+    batch = run.read(run.splits.train, 0)
+    step = run.train_step().lower(run.init(), batch).compile()
     plan = planned(run, Mesh(8, 1))
     parts = plan.memory
     held = sum(parts.values()) - parts["tables"] - parts["dense"]
@@ -72,9 +69,7 @@ def test_a_step_holds_and_gathers_the_lists_of_all_replicas():
 
 def test_the_log_is_what_steps_return():
     run = run_of(4, 2, sync="weights", sync_every=EVERY)
-    step = run.train_step(scales_initialized=False).lower(
-        run.init(), run.read(run.splits.train, 0)
-    )
+    step = run.train_step().lower(run.init(), run.read(run.splits.train, 0))
     _, before, _ = step.out_info
     sizes = [math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(before)]
     log = planned(run, Mesh(4, 2)).memory["log"]
