@@ -86,7 +86,7 @@ class Agenda:
     def __init__(self, sites: Sequence[Site], performance: PerformanceModel):
         """Takes the sites and what is known at first."""
         self._sites = sites
-        self._asked: set[tuple[SiteSpec, Choice]] = set()
+        self._asked: set[Job] = set()
         self._running: Counter[SiteSpec] = Counter()
         self._know(performance)
 
@@ -96,13 +96,13 @@ class Agenda:
         That of a site with the fewest under way: each measurement may make others of
         its site superfluous.
         """
-        for job in sorted(self.jobs, key=lambda job: self._running[job.spec]):
-            for part in self._unasked(job):
-                (choice,) = part.choices
-                self._asked.add((job.spec, choice))
-                self._running[job.spec] += 1
-                return part
-        return None
+        fewest = min(
+            self._unasked(), key=lambda job: self._running[job.spec], default=None
+        )
+        if fewest is not None:
+            self._asked.add(fewest)
+            self._running[fewest.spec] += 1
+        return fewest
 
     def learn(self, job: Job, table: Table):
         """Takes what a job measured."""
@@ -112,23 +112,25 @@ class Agenda:
 
     def left(self) -> set[SiteSpec]:
         """Returns the sites of which something is still to be measured."""
-        unasked = {job.spec for job in self.jobs if self._unasked(job)}
-        return unasked | set(+self._running)
+        return {job.spec for job in self._unasked()} | set(+self._running)
 
     def _know(self, performance: PerformanceModel):
         self.performance = performance
         self.jobs = jobs_worth_measuring(self._sites, performance)
 
-    def _unasked(self, job: Job) -> list[Job]:
-        """Returns a job for each candidate that was not returned before."""
-        own = [choice for spec, choice in self._asked if spec == job.spec]
-        is_enough = sum(choice.is_fp8 for choice in own) >= _MOST_CANDIDATES
-        parts = ((part, *part.choices) for part in parts_of(job))
+    def _unasked(self) -> list[Job]:
+        """Returns the jobs that were not returned before, without FP8 past the most."""
+        fp8 = Counter(job.spec for job in self._asked if _is_fp8(job))
         return [
-            part
-            for part, choice in parts
-            if choice not in own and not (is_enough and choice.is_fp8)
+            job
+            for job in self.jobs
+            if job not in self._asked
+            and not (_is_fp8(job) and fp8[job.spec] >= _MOST_CANDIDATES)
         ]
+
+
+def _is_fp8(job: Job) -> bool:
+    return job.choice is not None and job.choice.is_fp8
 
 
 def measure_into_cache(
@@ -150,33 +152,43 @@ def _into_cache(job: Job, entry: Entry) -> Table:
     return Table(header_here(), {job.spec: entry})
 
 
-def parts_of(job: Job) -> Iterator[Job]:
-    """Yields a job for each candidate.
+def candidate_job(
+    spec: SiteSpec, choice: Choice, pass_name: str, *, in_chain: bool = False
+) -> Job:
+    """Returns the job of a candidate.
 
     XLA's bfloat16 is timed only: it runs in any case, and its check takes as long as
     that of another candidate.
     """
-    for part in job.split(len(job.choices)):
-        yield part._replace(is_judged=part.choices != (BF16,))
+    return Job(
+        spec,
+        choice,
+        passes=(pass_name,),
+        in_chain=in_chain,
+        is_judged=choice != BF16,
+    )
 
 
 def jobs_worth_measuring(
     sites: Sequence[Site], performance: PerformanceModel
 ) -> list[Job]:
-    """Returns a job for each site that is not known, what may cost most first."""
-    stakes: dict[SiteSpec, float] = {}
-    jobs: dict[SiteSpec, Job] = {}
+    """Returns the candidates to measure, those of the site that may cost most first."""
+    stakes: Counter[SiteSpec] = Counter()
+    choices: dict[SiteSpec, tuple[Choice, ...]] = {}
     for site in filter(is_open, sites):
         spec = table_key(site.spec)
         estimates = performance.estimates(spec)
-        choices = worth_measuring(estimates)
-        if len(choices) < 2:
+        worth = worth_measuring(estimates)
+        if len(worth) < 2:
             continue
-        spread = max(estimates.spread(_PASS, choice) or 0.0 for choice in choices)
-        us = estimates.entry.times[_PASS][BF16.name]
-        stakes[spec] = stakes.get(spec, 0.0) + us * spread
-        jobs[spec] = Job(spec, choices, passes=(_PASS,), in_chain=False)
-    return sorted(jobs.values(), key=lambda job: -stakes[job.spec])
+        spread = max(estimates.spread(_PASS, choice) or 0.0 for choice in worth)
+        stakes[spec] += estimates.entry.times[_PASS][BF16.name] * spread
+        choices[spec] = worth
+    return [
+        candidate_job(spec, choice, _PASS)
+        for spec, _ in stakes.most_common()
+        for choice in choices[spec]
+    ]
 
 
 def worth_measuring(estimates: Estimates) -> tuple[Choice, ...]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from loka_jax.dispatch.at_start import measure_into_cache, parts_of
+from loka_jax.dispatch.at_start import candidate_job, measure_into_cache
 from loka_jax.dispatch.candidates import table_key
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.measuring import Job
@@ -143,15 +143,13 @@ def unchecked(
         estimates = performance.estimates(spec)
         if choice == BF16 or estimates.spread(pass_name, choice) is None:
             continue
-        in_chain = path in chained and choice.provider == "pallas"
-        chains[spec, choice] = in_chain or chains.get((spec, choice), False)
+        chains[spec, choice] = path in chained or chains.get((spec, choice), False)
         if estimates.spread(pass_name, BF16) is not None:
             chains[spec, BF16] = False
-    jobs = (
-        Job(spec, (choice,), passes=(pass_name,), in_chain=in_chain)
+    return [
+        candidate_job(spec, choice, pass_name, in_chain=in_chain)
         for (spec, choice), in_chain in chains.items()
-    )
-    return [part for job in jobs for part in parts_of(job)]
+    ]
 
 
 def _with_measured(
@@ -169,8 +167,8 @@ def _without(
 ) -> PerformanceModel:
     """Returns what is known, without the candidates of some jobs."""
     table, why = performance.table, f"was not checked within {seconds:g} seconds"
-    for spec, (choice,), *_ in jobs:
-        if choice != BF16:
+    for spec, choice, *_ in jobs:
+        if choice not in (None, BF16):
             entry = Entry(failures={choice.name: why})
             table = table.merged(Table(header_here(), {spec: entry}))
     return performance.with_table(table)

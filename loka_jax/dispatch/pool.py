@@ -1,7 +1,9 @@
-"""Hands jobs to worker processes, and finds the candidate that ended a process.
+"""Hands jobs to worker processes, so that a crash costs one candidate only.
 
 Several workers lower and compile at a time, which is most of the work; they take times
-one after another, while no worker compiles.
+one after another, while no worker compiles. A worker takes jobs from a connection and
+answers with their measurements. Before it uses the GPU it asks for a turn by its kind,
+and afterwards gives it back; each time it waits for an answer.
 """
 
 import contextlib
@@ -20,16 +22,22 @@ from multiprocessing.connection import Connection
 
 import jax
 
-from loka_jax.dispatch.measuring import Job, bytes_needed
+from loka_jax.dispatch.measuring import (
+    ALONE,
+    TOGETHER,
+    Job,
+    bytes_needed,
+    measure_site,
+)
 from loka_jax.dispatch.table import Entry
-from loka_jax.dispatch.worker import ALONE, APART, BEGIN, RESULT, TOGETHER
 
 _TIMEOUT_S = 600.0  # of silence, not counting waits for a turn
 _MEM_FRACTION = 0.75  # of a GPU's memory, which JAX may take
 _USED = 0.95  # of it, by all processes together
 _CONTEXT = 1 << 30  # bytes of a process beside its arrays, with room: not measured
 # Not by multiprocessing, whose processes import the main module, a script of the user.
-_COMMAND = (sys.executable, "-m", "loka_jax.dispatch.worker")
+_SERVE = "from loka_jax.dispatch.pool import serve; serve({})"
+_APART = "apart"  # gives a turn back
 
 
 def measure_all(
@@ -76,7 +84,7 @@ def measure_on_demand(
         def measure(job: Job) -> tuple[Job, Entry]:
             worker = idle.get()
             try:
-                say(f"{job.spec} ({job.source})")
+                say(str(job))
                 return job, worker.measure(job)
             finally:
                 idle.put(worker)
@@ -183,57 +191,37 @@ class Worker:
 
     def measure(self, job: Job) -> Entry:
         """Returns the measurements; a candidate that ended the worker is a failure."""
-        failures: dict[str, str] = {}
-        while True:
-            entry, last = self._try(job)
-            if entry is not None:
-                entry.failures.update(failures)
-                return entry
-            if any(choice.name == last for choice in job.choices):
-                failures[last] = "ended the process that ran it"
-                self._say(f"{job.spec}: {last} ended the process that ran it")
-                left = tuple(c for c in job.choices if c.name != last)
-                job = job._replace(choices=left)
-            elif not job.is_serial:
-                # Several were compiled at once: find the faulty one.
-                job = job._replace(is_serial=True)
-            else:
-                why = "could not be measured: the process ended before any candidate"
-                self._say(f"{job.spec}: {why}")
-                return Entry(failures=failures | {c.name: why for c in job.choices})
-
-    def _try(self, job: Job) -> tuple[Entry | None, str]:
-        """Returns the entry, or None and the last candidate if the worker ended."""
         with contextlib.ExitStack() as turn:
-            entry, last = self._ask(job, turn)
+            entry = self._ask(job, turn)
             if entry is None:
                 self._stop()  # before another worker takes times
                 # A worker that was ended on purpose has no faulty candidate.
                 self._require_open()
-            return entry, last
+        if entry is not None:
+            return entry
+        why = "ended the process that ran it"
+        self._say(f"{job} {why}")
+        return Entry(failures={} if job.choice is None else {job.choice.name: why})
 
-    def _ask(self, job: Job, turn: contextlib.ExitStack) -> tuple[Entry | None, str]:
-        """Returns the entry and the last candidate; `turn` holds the worker's turn."""
+    def _ask(self, job: Job, turn: contextlib.ExitStack) -> Entry | None:
+        """Returns the measurements; `turn` holds the worker's turn."""
         grants = {
             ALONE: self._turns.alone,
             TOGETHER: self._turns.together,
-            APART: contextlib.nullcontext,
+            _APART: contextlib.nullcontext,
         }
-        connection, last = self._started(), ""
+        connection = self._started()
         # A worker that ended, or was ended, closes its side.
         with contextlib.suppress(EOFError, OSError):
             connection.send(job._replace(stats=jax.device_get(job.stats)))
             while connection.poll(self._timeout_s):
-                kind, value = connection.recv()
-                if kind == RESULT:
-                    return value, last
-                if kind == BEGIN:
-                    last = value
-                else:
-                    turn.close()
-                    turn.enter_context(grants[kind]())
-                    connection.send("go")
-        return None, last
+                message = connection.recv()
+                if isinstance(message, Entry):
+                    return message
+                turn.close()
+                turn.enter_context(grants[message]())
+                connection.send("go")
+        return None
 
     def _started(self) -> Connection:
         with self._starts_or_stops:
@@ -244,7 +232,7 @@ class Worker:
             self._connection, its = multiprocessing.Pipe()
             with its:
                 self._process = subprocess.Popen(
-                    (*_COMMAND, str(its.fileno())),
+                    (sys.executable, "-c", _SERVE.format(its.fileno())),
                     pass_fds=[its.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # what libraries print goes to the error output
@@ -263,3 +251,22 @@ class Worker:
     def _require_open(self):
         if self._is_closed:
             raise RuntimeError("the worker was ended.")
+
+
+def serve(handle: int):
+    """Measures jobs in a worker process until its parent ends, which ends it, too."""
+    parent = Connection(handle)
+
+    @contextlib.contextmanager
+    def turn(kind: str) -> Iterator[None]:
+        parent.send(kind)
+        parent.recv()
+        try:
+            yield
+        finally:
+            parent.send(_APART)
+            parent.recv()
+
+    with contextlib.suppress(EOFError):
+        while True:
+            parent.send(measure_site(parent.recv(), turn))

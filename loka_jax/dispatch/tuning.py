@@ -65,7 +65,7 @@ def tune(
     performance: PerformanceModel | None = None,
     say: Callable[[str], None] = print,
 ) -> Iterator[Table]:
-    """Yields the measurements of all candidates, each a table of a part of a site.
+    """Yields the measurements of all candidates, each a table of one of them.
 
     Args:
         name: of the run, as in `make_plan`, under which the table keeps errors.
@@ -75,14 +75,11 @@ def tune(
         performance: predicts times, for `config.most`; None where there is none.
     """
     header = header_here()
-    jobs = list(jobs_of(name, sites, stats, config, timed, performance))
     by_source = {
         _source(name, path, stats): effect for path, effect in (effects or {}).items()
     }
-    # All processes have work until the last site is measured.
-    parts = -(-2 * config.workers // max(len(jobs), 1))
-    split = [part for job in jobs for part in job.split(parts)]
-    for job, entry in measure_all(split, config.workers, say):
+    jobs = list(jobs_of(name, sites, stats, config, timed, performance))
+    for job, entry in measure_all(jobs, config.workers, say):
         if job.source in by_source:
             entry.effects[job.source] = by_source[job.source]
         yield Table(header, {job.spec: entry})
@@ -96,7 +93,10 @@ def jobs_of(
     timed: Collection[SiteSpec],
     performance: PerformanceModel | None = None,
 ) -> Iterator[Job]:
-    """Yields a job for each site and number of rows; arguments as in `tune`."""
+    """Yields the errors and the candidates of each site and number of rows.
+
+    Arguments are those of `tune`.
+    """
     timed = set(timed)
     for site in sites:
         if not is_open(site):
@@ -104,14 +104,17 @@ def jobs_of(
         for m in config.batch_sizes or (site.spec.m,):
             key = table_key(dataclasses.replace(site.spec, m=m))
             yield Job(
-                spec=key,
-                choices=() if key in timed else _choices(key, config.most, performance),
+                key,
+                None,
                 stats=stats.get(site.path),
                 source=_source(name, site.path, stats),
                 pairs=config.pairs,
                 rows=config.rows,
                 seed=config.seed,
             )
+            if key not in timed:
+                for choice in _choices(key, config.most, performance):
+                    yield Job(key, choice, in_chain=True)
             timed.add(key)
 
 

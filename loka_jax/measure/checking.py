@@ -10,7 +10,7 @@ be lowered, compiled and run apart, as only the last needs the GPU alone.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -89,11 +89,9 @@ class Check(NamedTuple):
 
     def why_wrong(self, compiled: Mapping[str, Any]) -> str | None:
         """Returns what is wrong with a candidate's results; None if they are right."""
-        if self.refusal is not None:
-            return self.refusal
-        for program in compiled.values():
-            if isinstance(program, Exception):
-                return f"does not compile: {one_line(program)}"
+        reason = self.why_not_compiled(compiled)
+        if reason is not None:
+            return reason
         try:
             for seed, name in enumerate(AIMS):
                 trial = compiled["draw"](*leaves(arguments_of_draw(name, seed)))
@@ -107,20 +105,12 @@ class Check(NamedTuple):
             return NO_MEMORY
         return None
 
-    def draw(self, compiled: Mapping[str, Any], count: int) -> list[Trial]:
-        """Returns sets of ordinary operands, to take times on."""
-        sets = [arguments_of_draw("ordinary", seed) for seed in range(count)]
-        return [compiled["draw"](*leaves(arguments)) for arguments in sets]
-
-    def inputs(
-        self, compiled: Mapping[str, Any], trials: Sequence[Trial]
-    ) -> list[Inputs]:
-        """Returns what the passes take of each set, under the first one's scales."""
-        _, _, first = compiled["begin"](*leaves((trials[0],)))
-        return [
-            Inputs(trial.lhs, trial.lhs_fp8, trial.rhs, trial.vectors, first.state)
-            for trial in trials
-        ]
+    def why_not_compiled(self, compiled: Mapping[str, Any]) -> str | None:
+        """Returns why there is not every program; None if there is."""
+        if self.refusal is not None:
+            return self.refusal
+        errors = (x for x in compiled.values() if isinstance(x, Exception))
+        return next((f"does not compile: {one_line(x)}" for x in errors), None)
 
     def _why_wrong_on(self, compiled: Mapping[str, Any], trial: Trial) -> str | None:
         assert self.numerics is not None

@@ -26,6 +26,7 @@ from loka_jax.measure.compiling import (
     Lowered,
     abstract,
     evaluated,
+    leaves,
     lower,
 )
 from loka_jax.normed import NormVectors
@@ -209,6 +210,25 @@ def begin(plan: KernelPlan, numerics: Numerics, trial: Trial):
     return trial, stored, inputs
 
 
+def operand_sets(compiled: Mapping[str, Any], count: int) -> dict[str, list[tuple]]:
+    """Returns what compiled passes take of ordinary operands, by pass and set.
+
+    Delayed scales are those of the first set. Inference takes what "prepare" returns,
+    and is left out without it.
+    """
+    arguments = (arguments_of_draw("ordinary", seed) for seed in range(count))
+    trials = [compiled["draw"](*leaves(x)) for x in arguments]
+    _, _, first = compiled["begin"](*leaves((trials[0],)))
+    sets = [Inputs(x.lhs, x.lhs_fp8, x.rhs, x.vectors, first.state) for x in trials]
+    pairs = zip(sets, trials, strict=True)
+    taken = {"training": [leaves((inputs, trial.g)) for inputs, trial in pairs]}
+    if "prepare" in compiled:
+        weights, lhs = sets[0].split()
+        ready = compiled["prepare"](*leaves((weights, *lhs)))
+        taken["inference"] = [leaves((ready, *inputs.split()[1])) for inputs in sets]
+    return taken
+
+
 def form_spec(spec: SiteSpec, form: str) -> SiteSpec:
     """Returns a site in a form of chain: "in", "out", "in out", or "" alone.
 
@@ -223,7 +243,12 @@ def form_spec(spec: SiteSpec, form: str) -> SiteSpec:
 
 
 def chain_forms(spec: SiteSpec, choice: Choice) -> tuple[str, ...]:
-    """Returns the forms of a candidate in a chain; the last has all that it does."""
+    """Returns the forms of a candidate in a chain; the last has all that it does.
+
+    None but Pallas kernels hand FP8 on.
+    """
+    if choice.provider != "pallas":
+        return ()
     reads_fp8 = planned(spec, choice).reads_fp8
     return ("out", "in", "in out") if reads_fp8 else ("out",)
 

@@ -12,9 +12,14 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array
 
-from loka_jax.measure.checking import Check
-from loka_jax.measure.compiling import compile_lowered, leaves, lower
-from loka_jax.measure.programs import Inputs, num_rotated, planned, programs_of
+from loka_jax.measure.compiling import compile_lowered, lower
+from loka_jax.measure.programs import (
+    Inputs,
+    num_rotated,
+    operand_sets,
+    planned,
+    programs_of,
+)
 from loka_jax.measure.site_errors import product
 from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.ops.device import local_device
@@ -82,10 +87,7 @@ def _cases(spec: SiteSpec, choice: Choice) -> dict[str, Case]:
     lowered = {name: lower(part, arguments) for name, part in parts.items()}
     own = {name: programs[name].lower() for name in ("draw", "begin")}
     compiled = compile_lowered(own | lowered)
-    check = Check(None, own)
-    trials = check.draw(compiled, num_rotated(spec))
-    pairs = zip(check.inputs(compiled, trials), trials, strict=True)
-    sets = [leaves((inputs, trial.g)) for inputs, trial in pairs]
+    sets = operand_sets(compiled, num_rotated(spec))["training"]
     return {f"{name} {choice.name}": Case(compiled[name], sets) for name in parts}
 
 
