@@ -1,4 +1,4 @@
-"""The commit and the kernels that made a result; needs no JAX."""
+"""The commit and the kernels that made a result; uses no device."""
 
 import functools
 import pathlib

@@ -173,7 +173,7 @@ def jobs_worth_measuring(
     sites: Sequence[Site], performance: PerformanceModel
 ) -> list[Job]:
     """Returns the candidates to measure, those of the site that may cost most first."""
-    stakes: Counter[SiteSpec] = Counter()
+    stakes: dict[SiteSpec, float] = {}
     choices: dict[SiteSpec, tuple[Choice, ...]] = {}
     for site in filter(is_open, sites):
         spec = table_key(site.spec)
@@ -182,11 +182,12 @@ def jobs_worth_measuring(
         if len(worth) < 2:
             continue
         spread = max(estimates.spread(_PASS, choice) or 0.0 for choice in worth)
-        stakes[spec] += estimates.entry.times[_PASS][BF16.name] * spread
+        us = estimates.entry.times[_PASS][BF16.name]
+        stakes[spec] = stakes.get(spec, 0.0) + us * spread
         choices[spec] = worth
     return [
         candidate_job(spec, choice, _PASS)
-        for spec, _ in stakes.most_common()
+        for spec in sorted(stakes, key=lambda spec: -stakes[spec])
         for choice in choices[spec]
     ]
 

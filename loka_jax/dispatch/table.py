@@ -21,7 +21,7 @@ from loka_jax.dispatch.header import Header
 from loka_jax.measure.intervals import Interval
 from loka_jax.measure.roofline import Roofline
 from loka_jax.normed import ActivationName, NormName
-from loka_jax.quality import MEASURES, Measure
+from loka_jax.quality import MEASURES
 from loka_jax.recipe import ROLES, Role
 from loka_jax.site import Choice, SiteSpec
 from loka_jax.terminal import clip
@@ -67,11 +67,11 @@ class Entry:
             loss too much. Holds until the effect of this source is measured again.
     """
 
-    times: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
-    errors: dict[str, RoleErrors] = dataclasses.field(default_factory=dict)
-    failures: dict[str, str] = dataclasses.field(default_factory=dict)
-    effects: dict[str, Interval] = dataclasses.field(default_factory=dict)
-    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    times: dict[str, dict[Text, Positive]] = dataclasses.field(default_factory=dict)
+    errors: dict[Text, RoleErrors] = dataclasses.field(default_factory=dict)
+    failures: dict[Text, Text] = dataclasses.field(default_factory=dict)
+    effects: dict[Text, Interval] = dataclasses.field(default_factory=dict)
+    refused: dict[Text, Text] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -86,16 +86,11 @@ class _Site:
     use_bias: bool
 
 
-@dataclasses.dataclass
-class _Row:
+@dataclasses.dataclass(kw_only=True)
+class _Row(Entry):
     """An `Entry` in a file."""
 
     site: _Site
-    times: dict[str, dict[Text, Positive]]
-    errors: dict[Text, dict[Role, dict[str, dict[Measure, Interval]]]]
-    failures: dict[Text, Text]
-    effects: dict[Text, Interval]
-    refused: dict[Text, Text] = dataclasses.field(default_factory=dict)  # later
 
 
 @dataclasses.dataclass
@@ -132,35 +127,24 @@ class Table:
         sites = dict(self.sites)
         for key, entry in other.sites.items():
             old = sites.get(key, Entry())
-            times = {
-                name: old.times.get(name, {}) | entry.times.get(name, {})
-                for name in PASSES
-                if name in old.times or name in entry.times
-            }
-            failures = {
-                name: why
-                for name, why in (old.failures | entry.failures).items()
-                if name in entry.failures or not _is_measured(name, entry)
-            }
+            measured = set().union(*entry.times.values())
             sites[key] = Entry(
-                times,
+                {
+                    name: old.times.get(name, {}) | entry.times.get(name, {})
+                    for name in PASSES
+                    if name in old.times or name in entry.times
+                },
                 old.errors | entry.errors,
-                failures,
+                _without(old.failures, measured) | entry.failures,
                 old.effects | entry.effects,
-                _still_refused(old, entry) | entry.refused,
+                _without(old.refused, entry.effects) | entry.refused,
             )
         header = self.header.filled(other.header)
         return Table(header, sites, other.roofline or self.roofline)
 
 
-def _still_refused(old: Entry, new: Entry) -> dict[str, str]:
-    return {
-        source: why for source, why in old.refused.items() if source not in new.effects
-    }
-
-
-def _is_measured(name: str, entry: Entry) -> bool:
-    return any(name in times for times in entry.times.values())
+def _without(values: dict[str, str], names: Collection[str]) -> dict[str, str]:
+    return {name: value for name, value in values.items() if name not in names}
 
 
 def write(path: pathlib.Path, table: Table):
