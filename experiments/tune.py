@@ -69,8 +69,7 @@ def tune(
     def say(sentence: str):
         console.print(plain(sentence))
 
-    performance = local_performance().performance
-    if performance is None:
+    if local_performance().performance is None:
         say("There is no GPU with FP8: the times are of this device, and only for it.")
     measured = measure(
         run.source,
@@ -79,7 +78,6 @@ def tune(
         options,
         effects=_effects(run, done.state, options.held_out_batches, say),
         timed=timed,
-        performance=performance,
         say=say,
     )
     # Written after every site, because measuring all of them can take long.

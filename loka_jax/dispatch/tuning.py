@@ -1,22 +1,21 @@
 """Tuning: measures all sites of a model, for a dispatch table."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from loka_jax.dispatch.candidates import candidates, table_key
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.measuring import Job
-from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import is_open
 from loka_jax.dispatch.pool import measure_all
 from loka_jax.dispatch.table import Table
 from loka_jax.measure.intervals import Interval
 from loka_jax.nn import Site
+from loka_jax.ops.device import local_device
 from loka_jax.options import require
 from loka_jax.probe.site import SiteStats
-from loka_jax.site import Choice, SiteSpec
+from loka_jax.site import SiteSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +29,6 @@ class TuneConfig:
         held_out_batches: most batches of validation data for the effect on the loss.
         seed: of all draws.
         workers: processes that compile at a time; they take times one after another.
-        most: candidates of a site, of the least predicted times besides bfloat16; all
-            if None.
     """
 
     batch_sizes: tuple[int, ...] = ()
@@ -40,7 +37,6 @@ class TuneConfig:
     held_out_batches: int = 32
     seed: int = 0
     workers: int = max(1, (os.cpu_count() or 1) // 2)
-    most: int | None = None
 
     def __post_init__(self):  # noqa: D105
         least = {"pairs": 2, "rows": 16, "held_out_batches": 1, "seed": 0, "workers": 1}
@@ -48,8 +44,6 @@ class TuneConfig:
             value = getattr(self, name)
             option = f"--tune.{name.replace('_', '-')}"
             require(value >= bound, option, value, f"at least {bound}")
-        is_enough = self.most is None or self.most >= 1
-        require(is_enough, "--tune.most", self.most, "at least 1")
         for size in self.batch_sizes:
             require(size >= 1, "--tune.batch-sizes", size, "at least 1")
 
@@ -62,7 +56,6 @@ def tune(
     *,
     effects: Mapping[str, Interval] | None = None,
     timed: Collection[SiteSpec] = (),
-    performance: PerformanceModel | None = None,
     say: Callable[[str], None] = print,
 ) -> Iterator[Table]:
     """Yields the measurements of all candidates, each a table of one of them.
@@ -72,13 +65,12 @@ def tune(
         stats: Probe's statistics by path; N(0, 1) stands in for a missing site.
         effects: by path, the effect of FP8 on the loss, see `Entry`.
         timed: keys of sites with times, of which only the errors are measured.
-        performance: predicts times, for `config.most`; None where there is none.
     """
     header = header_here()
     by_source = {
         _source(name, path, stats): effect for path, effect in (effects or {}).items()
     }
-    jobs = list(jobs_of(name, sites, stats, config, timed, performance))
+    jobs = list(jobs_of(name, sites, stats, config, timed))
     for job, entry in measure_all(jobs, config.workers, say):
         if job.source in by_source:
             entry.effects[job.source] = by_source[job.source]
@@ -91,7 +83,6 @@ def jobs_of(
     stats: Mapping[str, SiteStats],
     config: TuneConfig,
     timed: Collection[SiteSpec],
-    performance: PerformanceModel | None = None,
 ) -> Iterator[Job]:
     """Yields the errors and the candidates of each site and number of rows.
 
@@ -113,26 +104,9 @@ def jobs_of(
                 seed=config.seed,
             )
             if key not in timed:
-                for choice in _choices(key, config.most, performance):
+                for choice in candidates(key, local_device()):
                     yield Job(key, choice, in_chain=True)
             timed.add(key)
-
-
-def _choices(
-    spec: SiteSpec, most: int | None, performance: PerformanceModel | None
-) -> tuple[Choice, ...]:
-    """Returns the candidates of a site, or those of the least predicted times.
-
-    All in bfloat16 are among them, which FP8 is compared with.
-    """
-    if performance is None:
-        return tuple(candidates(spec))
-    every = tuple(candidates(spec, performance.device))
-    if most is None:
-        return every
-    times = performance.estimates(spec).entry.times.get("training", {})
-    fastest = sorted(every, key=lambda choice: times.get(choice.name, math.inf))[:most]
-    return tuple(x for x in every if x in fastest or not x.is_fp8)
 
 
 def _source(name: str, path: str, stats: Mapping[str, SiteStats]) -> str:

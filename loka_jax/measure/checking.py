@@ -4,9 +4,8 @@ Right means: every result is the float32 product of the same quantized operands,
 rounding, in each row and in each tile. Whether FP8 is good enough is another question,
 which `measure.site_errors` answers.
 
-The candidate runs as it is used, by the programs that are timed. Few are compiled:
-arrays are arguments, so that all sets of operands run through the same ones. They can
-be lowered, compiled and run apart, as only the last needs the GPU alone.
+The candidate runs as it is used, by the programs that are timed. All sets of operands
+run through the same ones, which are lowered, compiled and run apart.
 """
 
 import functools
@@ -28,12 +27,17 @@ from loka_jax.measure.check_reference import (
     next_scales,
 )
 from loka_jax.measure.check_scores import INFERENCE, Scores, scores, worst_finding
-from loka_jax.measure.compiling import Lowered, compile_lowered, evaluated, leaves
+from loka_jax.measure.compiling import (
+    UNTUNED,
+    Lowered,
+    compile_lowered,
+    evaluated,
+    leaves,
+    lower,
+)
 from loka_jax.measure.programs import (
-    EPSILON,
     Inputs,
     Passes,
-    Program,
     Trained,
     arguments_of_draw,
     planned,
@@ -67,18 +71,14 @@ class Outcome(NamedTuple):
     @property
     def in_fp8(self) -> dict[str, Fp8Array]:
         """The activations in FP8, by name."""
-        activations = {
-            "y_fp8": self.trained.y_fp8,
-            f"{INFERENCE}y_fp8": self.inferred,
-        }
-        return {name: x for name, x in activations.items() if isinstance(x, Fp8Array)}
+        found = {"y_fp8": self.trained.y_fp8, f"{INFERENCE}y_fp8": self.inferred}
+        return {name: x for name, x in found.items() if isinstance(x, Fp8Array)}
 
 
 class Check(NamedTuple):
     """The check of a candidate.
 
     Attributes:
-        numerics: what its numbers should be.
         programs: lowered, by their names: those of `programs`, and "judge".
         refusal: why there are no programs; None if there are.
     """
@@ -138,11 +138,9 @@ def why_wrong(
     spec: SiteSpec,
     choice: Choice,
     device: Device | None = None,
-    *,
-    epsilon: float = EPSILON,
 ) -> str | None:
     """Returns what is wrong with a candidate's results, or None if they are right."""
-    check = lower_check(spec, choice, device, epsilon=epsilon)
+    check = lower_check(spec, choice, device)
     return check.why_wrong(compile_lowered(check.programs))
 
 
@@ -150,21 +148,18 @@ def lower_check(
     spec: SiteSpec,
     choice: Choice,
     device: Device | None = None,
-    *,
-    epsilon: float = EPSILON,
 ) -> Check:
     """Returns the check of a candidate, to be compiled and run; see `why_wrong`."""
     plan = planned(spec, choice, device)
     if plan.why_not is not None:
         return Check(None, {}, f"does not run: {plan.why_not}")
     try:
-        numerics, passes, begun, by_name = programs_of(plan, epsilon)
+        numerics, passes, begun, programs = programs_of(plan)
         judged = evaluated(functools.partial(_whole, passes), begun)
     except Exception as error:  # of any kind: the caller gets it as a reason
         return Check(None, {}, f"does not compile: {one_line(error)}")
-    judge = Program(functools.partial(_judge, numerics), judged)
-    programs = {**by_name, "judge": judge}
-    return Check(numerics, {name: x.lower() for name, x in programs.items()})
+    programs["judge"] = functools.partial(_judge, numerics), judged, UNTUNED
+    return Check(numerics, {name: lower(*x) for name, x in programs.items()})
 
 
 def _whole(passes: Passes, trial: Trial, stored, inputs: Inputs):

@@ -23,11 +23,9 @@ from loka_jax.measure.compiling import (
     NO_CAPTURE,
     UNTUNED,
     Abstract,
-    Lowered,
     abstract,
     evaluated,
     leaves,
-    lower,
 )
 from loka_jax.normed import NormVectors
 from loka_jax.ops.device import Device, local_device
@@ -38,7 +36,6 @@ from loka_jax.scaling import DelayedScaling
 from loka_jax.serving import fold
 from loka_jax.site import Choice, SiteSpec
 
-EPSILON = 1e-6
 _ROTATED_BYTES = 120e6  # twice the L2 of an H200
 _MAX_SETS = 16
 
@@ -77,9 +74,9 @@ class Passes:
     `inference` is there once `prepare` was traced, which splits the program.
     """
 
-    def __init__(self, plan: KernelPlan, epsilon: float):
-        """Takes the plan of the candidate, and the summand of the variance."""
-        self._plan, self._epsilon = plan, epsilon
+    def __init__(self, plan: KernelPlan):
+        """Takes the plan of the candidate."""
+        self._plan = plan
         self._inference: Callable[..., Any] | None = None
 
     def forward(self, inputs: Inputs) -> Array | Activations:
@@ -88,7 +85,7 @@ class Passes:
         if inputs.lhs_fp8 is not None:
             lhs = Activations(inputs.lhs, inputs.lhs_fp8)
         arrays = SiteArrays(lhs, inputs.rhs, *inputs.vectors)
-        return run_site(self._plan, arrays, inputs.state, epsilon=self._epsilon)
+        return run_site(self._plan, arrays, inputs.state)
 
     def training(self, inputs: Inputs, g: Float[Array, "m n"]) -> Trained:
         """Returns the activations, all gradients, and the next state."""
@@ -122,26 +119,15 @@ class Passes:
         return out.fp8 if isinstance(out, Activations) else out
 
 
-class Program(NamedTuple):
-    """A function, the arguments that it is lowered for, and options of the compiler."""
-
-    function: Callable[..., Any]
-    arguments: Abstract
-    options: dict[str, str] = UNTUNED
-
-    def lower(self) -> Lowered:
-        """Returns the program lowered; uses no GPU."""
-        return lower(*self)
+# What `lower` takes: a function, its arguments, and options of the compiler.
+type Program = tuple[Callable[..., Any], Abstract, dict[str, str]]
 
 
 class Programs(NamedTuple):
     """The programs of a candidate.
 
     Attributes:
-        numerics: what its numbers should be.
-        passes: as functions.
         begun: what "begin" returns, without values: `begin`.
-        by_name: the programs.
     """
 
     numerics: Numerics
@@ -157,14 +143,14 @@ def planned(spec: SiteSpec, choice: Choice, device: Device | None = None) -> Ker
     return resolve(spec, choice, device or local_device())
 
 
-def programs_of(plan: KernelPlan, epsilon: float = EPSILON) -> Programs:
+def programs_of(plan: KernelPlan) -> Programs:
     """Returns the programs of a candidate; nothing is computed.
 
     Raises:
         Exception: of any kind, if the passes cannot be traced.
     """
-    numerics, passes = Numerics.of(plan, epsilon), Passes(plan, epsilon)
-    draw_one = functools.partial(draw, numerics.spec, numerics.compute_dtype.name)
+    numerics, passes = Numerics.of(plan), Passes(plan)
+    draw_one = functools.partial(draw, numerics.spec, numerics.recipe.compute_dtype)
     begin_one = functools.partial(begin, plan, numerics)
     aimed = abstract(arguments_of_draw("ordinary", 0))
     drawn = evaluated(lambda *arguments: (draw_one(*arguments),), aimed)
@@ -181,17 +167,13 @@ def programs_of(plan: KernelPlan, epsilon: float = EPSILON) -> Programs:
         weights, lhs = inputs.split()
         return passes.prepare(weights, *lhs), *lhs
 
-    by_name = {
-        "draw": Program(draw_one, aimed),
-        "begin": Program(begin_one, drawn),
+    by_name: dict[str, Program] = {
+        "draw": (draw_one, aimed, UNTUNED),
+        "begin": (begin_one, drawn, UNTUNED),
+        "training": (passes.training, evaluated(to_train, begun), NO_CAPTURE),
+        "prepare": (passes.prepare, evaluated(to_prepare, begun), NO_CAPTURE),
+        "inference": (passes.inference, evaluated(to_infer, begun), NO_CAPTURE),
     }
-    timed = {
-        "training": (passes.training, to_train),
-        "prepare": (passes.prepare, to_prepare),
-        "inference": (passes.inference, to_infer),
-    }
-    for name, (function, arguments) in timed.items():
-        by_name[name] = Program(function, evaluated(arguments, begun), NO_CAPTURE)
     return Programs(numerics, passes, begun, by_name)
 
 

@@ -76,7 +76,7 @@ def _cases(spec: SiteSpec, choice: Choice) -> dict[str, Case]:
     """Returns what is timed of a candidate; an exception where it does not compile."""
     plan = planned(spec, choice)
     _, passes, _, programs = programs_of(plan)
-    arguments, recipe = programs["training"].arguments, plan.choice.recipe
+    (_, arguments, _), recipe = programs["training"], plan.choice.recipe
     # All take what the training pass takes.
     parts = {
         "training": passes.training,
@@ -85,7 +85,7 @@ def _cases(spec: SiteSpec, choice: Choice) -> dict[str, Case]:
     if choice.provider == "xla":
         parts |= {role: _product_of(role, recipe) for role in _BACKWARD}
     lowered = {name: lower(part, arguments) for name, part in parts.items()}
-    own = {name: programs[name].lower() for name in ("draw", "begin")}
+    own = {name: lower(*programs[name]) for name in ("draw", "begin")}
     compiled = compile_lowered(own | lowered)
     sets = operand_sets(compiled, num_rotated(spec))["training"]
     return {f"{name} {choice.name}": Case(compiled[name], sets) for name in parts}

@@ -13,7 +13,7 @@ from loka_jax.measure import programs
 from loka_jax.measure.checking import Check
 from loka_jax.measure.compiling import NO_CAPTURE, UNTUNED, Lowered
 from loka_jax.measure.intervals import Interval
-from loka_jax.measure.timing import KernelTime
+from loka_jax.measure.timing import Timing
 from loka_jax.recipe import ROLES
 from loka_jax.site import Choice, SiteSpec
 from tests.support import stand_ins
@@ -70,7 +70,7 @@ class Bench:
 
     def time_kernels(self, cases):
         self.log.append(f"time {' '.join(cases)}")
-        return {name: KernelTime(len(name) + 0.004, 0.0, 1e9, None) for name in cases}
+        return {name: Timing(len(name) + 0.004, 0.0, 1e9, None) for name in cases}
 
     def lower_check(self, spec, choice):
         form = (" in" if spec.fp8_in else "") + (" out" if spec.out == "fp8" else "")
