@@ -89,9 +89,7 @@ class Decision(NamedTuple):
 def why_unsafe(errors: Mapping[str, Interval], limits: Limits) -> str | None:
     """Returns which limit a product's errors break, or None.
 
-    Args:
-        errors: by measure. The upper ends of the intervals must be within the limits;
-            NaN never is.
+    The upper ends of the intervals must be within the limits; NaN never is.
     """
     for name, bound in bounds(limits).items():
         high = errors[name].high
@@ -175,8 +173,11 @@ def decide(entry: Entry, limits: Limits, terms: Terms = _ALL_ROLES) -> Decision:
     lost: list[tuple[Choice, str]] = []
     chosen = bf16
     for choice in ranked:
-        reason = terms.why_not(choice) or why_inaccurate(choice, entry, limits, terms)
-        reason = reason or _why_slow(choice, bf16, times, limits, terms)
+        reason = (
+            terms.why_not(choice)
+            or why_inaccurate(choice, entry, limits, terms)
+            or _why_slow(choice, bf16, times, limits, terms)
+        )
         if reason is None:
             chosen = choice
             break
@@ -241,9 +242,9 @@ def largest_error(choice: Choice, entry: Entry, terms: Terms) -> float | None:
 
 def _why_slow(choice: Choice, bf16: Choice, times, limits: Limits, terms: Terms):
     """Returns why a candidate is not fast enough, or None."""
+    if choice == bf16:
+        return None
     if not _multiplies_in_fp8(choice, terms):
-        if choice == bf16:
-            return None
         return "not faster than bfloat16 by XLA by enough"
     speedup = times[bf16.name] / times[choice.name]
     if speedup < limits.speedup:
@@ -275,14 +276,14 @@ def _errors_of(
     entry: Entry, terms: Terms, role: Role, gemm: GemmRecipe
 ) -> list[Errors]:
     """Returns the errors of a product with these casts, by each source that counts."""
-    sources: list[RoleErrors] = list(entry.errors.values())
+    by_source = entry.errors
     if terms.errors is not None:
-        sources = [terms.errors]
+        by_source = {terms.source: terms.errors}
     elif terms.source in entry.errors:
-        sources = [entry.errors[terms.source]]
+        by_source = {terms.source: entry.errors[terms.source]}
     return [
         measures
-        for errors in sources
+        for errors in by_source.values()
         for name, measures in errors.get(role, {}).items()
         if get_recipe(name).gemm(role) == gemm
     ]
@@ -312,8 +313,6 @@ def why_harmful(effect: Interval, limit: float, examples: int | None = None):
     the interval over what is left of the limit.
 
     Args:
-        effect: the rise.
-        limit: on it.
         examples: from which it was measured; None if that is not known.
     """
     if effect.high <= limit:

@@ -2,11 +2,12 @@
 
 Several workers lower and compile at a time, which is most of the work; they take times
 one after another, while no worker compiles. A worker takes jobs from a connection and
-answers with their measurements. Before it uses the GPU it asks for a turn by its kind,
-and afterwards gives it back; each time it waits for an answer.
+answers with their measurements; it says when it waits for its turn on the GPU, and when
+it has it.
 """
 
 import contextlib
+import fcntl
 import functools
 import math
 import multiprocessing
@@ -14,6 +15,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +26,6 @@ import jax
 
 from loka_jax.dispatch.measuring import (
     ALONE,
-    TOGETHER,
     Job,
     bytes_needed,
     measure_site,
@@ -36,8 +37,8 @@ _MEM_FRACTION = 0.75  # of a GPU's memory, which JAX may take
 _USED = 0.95  # of it, by all processes together
 _CONTEXT = 1 << 30  # bytes of a process beside its arrays, with room: not measured
 # Not by multiprocessing, whose processes import the main module, a script of the user.
-_SERVE = "from loka_jax.dispatch.pool import serve; serve({})"
-_APART = "apart"  # gives a turn back
+_SERVE = "from loka_jax.dispatch.pool import serve; serve({}, {!r})"
+_WAITS, _HAS = "waits", "has"  # of a worker and its turn
 
 
 def measure_all(
@@ -73,13 +74,14 @@ def measure_on_demand(
         seconds: after which the processes are ended, without the jobs that are left.
     """
     until = math.inf if seconds is None else time.monotonic() + seconds
-    turns, running = Turns(), set()
+    running: set[futures.Future] = set()
     # Threads wait for processes; each keeps one from job to job.
     with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         pool = stack.enter_context(futures.ThreadPoolExecutor(workers))
         idle: queue.Queue[Worker] = queue.Queue()
         for _ in range(workers):
-            idle.put(stack.enter_context(Worker(say, turns)))
+            idle.put(stack.enter_context(Worker(say, folder)))
 
         def measure(job: Job) -> tuple[Job, Entry]:
             worker = idle.get()
@@ -112,50 +114,30 @@ def fitting(workers: int, jobs: Sequence[Job]) -> int:
     return max(1, min(workers, int(left // each)))
 
 
-class Turns:
-    """Grants turns to threads; a turn alone takes precedence.
+@contextlib.contextmanager
+def gpu_turn(folder: str, kind: str) -> Iterator[None]:
+    """Waits for a turn on the GPU, and holds it, but no longer than the process lives.
 
-    No shared turn begins while a thread waits for, or has, a turn alone: it would keep
-    all that wait to take times waiting for one more compilation.
+    A turn alone takes precedence. No shared turn begins while a process waits for, or
+    has, a turn alone: it would keep all that wait to take times waiting for one more
+    compilation.
+
+    Args:
+        folder: with the two files whose locks are the turns.
+        kind: `ALONE` or `TOGETHER`.
     """
-
-    def __init__(self):
-        """Begins without a turn."""
-        self._changed = threading.Condition()
-        self._together = 0  # threads with a shared turn
-        self._alone = 0  # threads that wait for a turn alone, or have it
-        self._exclusive = threading.Lock()
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Waits while a thread is, or waits to be, alone; then holds a shared turn."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._alone)
-            self._together += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._together -= 1
-                self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Waits until no other thread has a turn; then holds the only one.
-
-        A thread with a shared turn must end it first.
-        """
-        with self._changed:
-            self._alone += 1
-        try:
-            with self._exclusive:
-                with self._changed:
-                    self._changed.wait_for(lambda: not self._together)
-                yield
-        finally:
-            with self._changed:
-                self._alone -= 1
-                self._changed.notify_all()
+    with (
+        open(os.path.join(folder, "alone"), "ab") as alone,
+        open(os.path.join(folder, "gpu"), "ab") as gpu,
+    ):
+        if kind == ALONE:
+            fcntl.flock(alone, fcntl.LOCK_SH)
+            fcntl.flock(gpu, fcntl.LOCK_EX)
+        else:
+            fcntl.flock(alone, fcntl.LOCK_EX)
+            fcntl.flock(gpu, fcntl.LOCK_SH)
+            fcntl.flock(alone, fcntl.LOCK_UN)
+        yield
 
 
 class Worker:
@@ -165,15 +147,11 @@ class Worker:
     """
 
     def __init__(
-        self,
-        say: Callable[[str], None],
-        turns: Turns,
-        *,
-        timeout_s: float = _TIMEOUT_S,
+        self, say: Callable[[str], None], folder: str, *, timeout_s: float = _TIMEOUT_S
     ):
-        """Makes a worker that reports failures to `say` and shares `turns`."""
+        """Makes a worker that reports failures to `say`, with turns by `folder`."""
         self._say = say
-        self._turns = turns
+        self._folder = folder
         self._timeout_s = timeout_s
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
@@ -191,37 +169,21 @@ class Worker:
 
     def measure(self, job: Job) -> Entry:
         """Returns the measurements; a candidate that ended the worker is a failure."""
-        with contextlib.ExitStack() as turn:
-            entry = self._ask(job, turn)
-            if entry is None:
-                self._stop()  # before another worker takes times
-                # A worker that was ended on purpose has no faulty candidate.
-                self._require_open()
-        if entry is not None:
-            return entry
-        why = "ended the process that ran it"
-        self._say(f"{job} {why}")
-        return Entry(failures={} if job.choice is None else {job.choice.name: why})
-
-    def _ask(self, job: Job, turn: contextlib.ExitStack) -> Entry | None:
-        """Returns the measurements; `turn` holds the worker's turn."""
-        grants = {
-            ALONE: self._turns.alone,
-            TOGETHER: self._turns.together,
-            _APART: contextlib.nullcontext,
-        }
-        connection = self._started()
+        connection, limit = self._started(), self._timeout_s
         # A worker that ended, or was ended, closes its side.
         with contextlib.suppress(EOFError, OSError):
             connection.send(job._replace(stats=jax.device_get(job.stats)))
-            while connection.poll(self._timeout_s):
+            while connection.poll(limit):
                 message = connection.recv()
                 if isinstance(message, Entry):
                     return message
-                turn.close()
-                turn.enter_context(grants[message]())
-                connection.send("go")
-        return None
+                limit = None if message == _WAITS else self._timeout_s
+        self._stop()
+        # A worker that was ended on purpose has no faulty candidate.
+        self._require_open()
+        why = "ended the process that ran it"
+        self._say(f"{job} {why}")
+        return Entry(failures={} if job.choice is None else {job.choice.name: why})
 
     def _started(self) -> Connection:
         with self._starts_or_stops:
@@ -232,7 +194,7 @@ class Worker:
             self._connection, its = multiprocessing.Pipe()
             with its:
                 self._process = subprocess.Popen(
-                    (sys.executable, "-c", _SERVE.format(its.fileno())),
+                    (sys.executable, "-c", _SERVE.format(its.fileno(), self._folder)),
                     pass_fds=[its.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # what libraries print goes to the error output
@@ -253,19 +215,16 @@ class Worker:
             raise RuntimeError("the worker was ended.")
 
 
-def serve(handle: int):
+def serve(handle: int, folder: str):
     """Measures jobs in a worker process until its parent ends, which ends it, too."""
     parent = Connection(handle)
 
     @contextlib.contextmanager
     def turn(kind: str) -> Iterator[None]:
-        parent.send(kind)
-        parent.recv()
-        try:
+        parent.send(_WAITS)
+        with gpu_turn(folder, kind):
+            parent.send(_HAS)
             yield
-        finally:
-            parent.send(_APART)
-            parent.recv()
 
     with contextlib.suppress(EOFError):
         while True:

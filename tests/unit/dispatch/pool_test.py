@@ -4,6 +4,7 @@ import collections
 import contextlib
 import multiprocessing
 import os
+import re
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from loka_jax.dispatch import pool
 from loka_jax.dispatch.measuring import Job
-from loka_jax.dispatch.pool import Turns, Worker, measure_all
+from loka_jax.dispatch.pool import Worker, gpu_turn, measure_all
 from loka_jax.dispatch.table import Entry
 from loka_jax.site import Choice, SiteSpec
 
@@ -29,9 +30,10 @@ class Process(threading.Thread):
     It notes what it does, and acts as it is told: ends, hangs, or says half.
     """
 
-    def __init__(self, act, log, handle):
+    def __init__(self, act, log, folder, handle):
         super().__init__(daemon=True)
         self._act, self._log, self._killed = act, log, threading.Event()
+        self._folder = folder
         self._socket = socket.socket(fileno=os.dup(handle))
         self._parent = Connection(os.dup(handle))
         self.start()
@@ -63,20 +65,21 @@ class Process(threading.Thread):
             self._socket.shutdown(socket.SHUT_RDWR)
             raise EOFError
 
+    @contextlib.contextmanager
     def _turn(self, kind):
-        self._parent.send(kind)
-        self._parent.recv()
+        self._parent.send("waits")
+        with pool.gpu_turn(self._folder, kind):
+            self._parent.send("has")
+            yield
 
     def _measure(self, job):
-        self._turn("together")
-        self._log.append("+compile")
-        self._do("together", job)
-        self._log.append("-compile")
-        self._turn("apart")
-        self._turn("alone")
-        self._do("alone", job)
-        self._log += ["+time", "-time"]
-        self._turn("apart")
+        with self._turn("together"):
+            self._log.append("+compile")
+            self._do("together", job)
+            self._log.append("-compile")
+        with self._turn("alone"):
+            self._do("alone", job)
+            self._log += ["+time", "-time"]
         self._parent.send(Entry({"training": {job.choice.name: 1.0}}))
 
 
@@ -88,8 +91,11 @@ def process(monkeypatch):
         log = []
 
         def start(command, *, pass_fds, **options):
-            assert f"serve({pass_fds[0]})" in command[-1]
-            return Process(act, log, *pass_fds)
+            handle, folder = re.fullmatch(
+                r".*serve\((\d+), '(.+)'\)", command[-1]
+            ).groups()
+            assert pass_fds == [int(handle)]
+            return Process(act, log, folder, *pass_fds)
 
         monkeypatch.setattr(pool.subprocess, "Popen", start)
         return log
@@ -97,9 +103,9 @@ def process(monkeypatch):
     return process
 
 
-def _measure(timeout_s=300, turns=None):
+def _measure(folder, timeout_s=300):
     said = []
-    with Worker(said.append, turns or Turns(), timeout_s=timeout_s) as one:
+    with Worker(said.append, str(folder), timeout_s=timeout_s) as one:
         return [one.measure(job) for job in JOBS], said
 
 
@@ -108,18 +114,26 @@ def _measure(timeout_s=300, turns=None):
     "act, timeout_s", [("ends", 300), ("hangs", 0.5), ("says half", 300)]
 )
 def test_who_ends_the_process_fails_and_gives_its_turn_back(
-    process, what, act, timeout_s
+    process, tmp_path, what, act, timeout_s
 ):
     log = process(lambda now, job: act if (now, job) == (what, JOBS[1]) else None)
-    turns = Turns()
-    (first, failed, last), said = _measure(timeout_s, turns)
+    (first, failed, last), said = _measure(tmp_path, timeout_s)
     assert first.times["training"].keys() == {NAMES[0]}
     assert last.times["training"].keys() == {NAMES[2]}
     assert failed == Entry(failures={NAMES[1]: "ended the process that ran it"})
     assert said == [f"{SITE}: {NAMES[1]} ended the process that ran it"]
     assert log.count("started") == 2
-    with turns.alone():
+    with gpu_turn(tmp_path, "alone"):
         pass
+
+
+def test_a_wait_for_a_turn_is_no_silence(process, tmp_path):
+    process(lambda what, job: None)
+    turn = _Thread(gpu_turn(tmp_path, "alone"))
+    assert turn.has()
+    threading.Timer(0.5, turn.end).start()
+    entries, said = _measure(tmp_path, timeout_s=0.1)
+    assert not said and all(entry.times for entry in entries)
 
 
 def test_the_budget_ends_what_is_under_way(process):
@@ -160,7 +174,9 @@ def test_as_many_processes_run_as_the_memory_holds(
     assert pool.fitting(22, []) == 22
 
 
-def test_a_worker_asks_for_its_turns_answers_and_ends_with_its_parent(monkeypatch):
+def test_a_worker_says_when_it_waits_answers_and_ends_with_its_parent(
+    monkeypatch, tmp_path
+):
     entry = Entry({"training": {NAMES[1]: 2.0}})
 
     def measure_site(job, turn):
@@ -171,13 +187,12 @@ def test_a_worker_asks_for_its_turns_answers_and_ends_with_its_parent(monkeypatc
 
     monkeypatch.setattr(pool, "measure_site", measure_site)
     ours, its = multiprocessing.Pipe()
-    for answer in (JOBS[0], *["go"] * 4):
-        ours.send(answer)
-    thread = threading.Thread(target=pool.serve, args=(os.dup(its.fileno()),))
+    ours.send(JOBS[0])
+    how = os.dup(its.fileno()), str(tmp_path)
+    thread = threading.Thread(target=pool.serve, args=how)
     its.close()
     thread.start()
-    said = [ours.recv() for _ in range(5)]
-    assert said == ["together", "apart", "alone", "apart", entry]
+    assert [ours.recv() for _ in range(5)] == [*["waits", "has"] * 2, entry]
     ours.close()
     thread.join(300)
     assert not thread.is_alive()
@@ -211,13 +226,15 @@ class _Thread(threading.Thread):
         self.join()
 
 
-def test_who_waits_to_be_alone_goes_before_who_begins_together():
-    turns = Turns()
-    first, second = (_Thread(turns.together()) for _ in range(2))
+def test_who_waits_to_be_alone_goes_before_who_begins_together(tmp_path):
+    def take(kind):
+        return _Thread(gpu_turn(tmp_path, kind))
+
+    first, second = take("together"), take("together")
     assert first.has() and second.has()
-    ready = [_Thread(turns.alone()) for _ in range(2)]
+    ready = [take("alone"), take("alone")]
     assert all(one.waits() for one in ready)
-    late = _Thread(turns.together())
+    late = take("together")
     first.end()
     assert all(one.waits() for one in (*ready, late))
     second.end()
@@ -234,11 +251,10 @@ def test_who_waits_to_be_alone_goes_before_who_begins_together():
     late.end()
 
 
-def test_an_exception_ends_a_turn():
-    turns = Turns()
-    for turn in (turns.alone, turns.together):
-        with pytest.raises(KeyError), turn():
+def test_an_exception_ends_a_turn(tmp_path):
+    for kind in ("alone", "together"):
+        with pytest.raises(KeyError), gpu_turn(tmp_path, kind):
             raise KeyError
-        for other in (turns.together, turns.alone):
-            with other():
+        for other in ("together", "alone"):
+            with gpu_turn(tmp_path, other):
                 pass
