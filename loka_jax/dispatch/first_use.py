@@ -25,9 +25,6 @@ from loka_jax.nn import Site
 from loka_jax.recipe import RECIPES, ROLES
 from loka_jax.site import BF16, Choice, SiteSpec
 
-type Plan = Callable[[PerformanceModel], DispatchPlan]
-type Measure = Callable[[Sequence[Job], float], Iterable[tuple[Job, Table]]]
-
 _DOUBT = 1.0  # spreads off its prediction at which a time may lie
 
 
@@ -35,8 +32,7 @@ class CheckedPlan(NamedTuple):
     """A plan of which every choice but XLA's bfloat16 was checked on this device.
 
     Attributes:
-        plan: the choices.
-        performance: by which they were made.
+        performance: by which the plan was made.
         notes: sentences for the user.
     """
 
@@ -46,14 +42,13 @@ class CheckedPlan(NamedTuple):
 
 
 def check_plan(
-    make_plan: Plan,
+    make_plan: Callable[[PerformanceModel], DispatchPlan],
     sites: Sequence[Site],
     performance: PerformanceModel,
     seconds: float,
     say: Callable[[str], None] = print,
     *,
     pass_name: str = "training",
-    measure: Measure = measure_into_cache,
 ) -> CheckedPlan:
     """Returns a plan without choices that were never checked.
 
@@ -71,7 +66,9 @@ def check_plan(
             f"{left:.0f} seconds at most."
         )
         start = time.monotonic()
-        performance = _with_measured(performance, measure(jobs, left))
+        for _, measured in measure_into_cache(jobs, left):
+            table = performance.table.merged(measured)
+            performance = performance.with_table(table)
         left -= time.monotonic() - start
         plan = make_plan(performance)
     given_up: set[SiteSpec] = set()
@@ -79,9 +76,22 @@ def check_plan(
         performance = _without(jobs, performance, seconds)
         given_up |= {job.spec for job in jobs}
         plan = make_plan(performance)
-    notes = _late(len(given_up), seconds) if given_up else ()
-    if count := _without_memory(sites, performance):
-        notes += _too_large(count)
+    entries = [performance.estimates(site.spec).entry for site in sites]
+    too_large = sum(NO_MEMORY in entry.failures.values() for entry in entries)
+    notes = ()
+    if given_up:
+        notes += (
+            f"Kernels of {len(given_up)} sites were not checked within {seconds:g} "
+            "seconds and do not run: --dispatch.check-seconds allows more, and what "
+            "was checked is kept.",
+        )
+    if too_large:
+        notes += (
+            f"Kernels of {too_large} sites were not checked, as the GPU had too little "
+            "memory left beside this run, and do not run: "
+            "XLA_PYTHON_CLIENT_PREALLOCATE=false in the environment leaves more, and "
+            "so do fewer examples a batch.",
+        )
     return CheckedPlan(plan, performance, notes)
 
 
@@ -110,11 +120,7 @@ def without_errors(
 def sites_us(
     plan: DispatchPlan, sites: Sequence[Site], performance: PerformanceModel
 ) -> float:
-    """Returns the microseconds of all sites of a plan in a training step.
-
-    Args:
-        sites: of the model; those without a time are left out.
-    """
+    """Returns the microseconds of a plan's sites, as far as known, in a step."""
     us, decisions = 0.0, dict(plan.decisions)
     for site in sites:
         times = performance.estimates(site.spec).entry.times.get("training", {})
@@ -152,16 +158,6 @@ def unchecked(
     ]
 
 
-def _with_measured(
-    performance: PerformanceModel, measured: Iterable[tuple[Job, Table]]
-) -> PerformanceModel:
-    """Returns what is known after some jobs."""
-    table = performance.table
-    for _, times in measured:
-        table = table.merged(times)
-    return performance.with_table(table)
-
-
 def _without(
     jobs: Sequence[Job], performance: PerformanceModel, seconds: float
 ) -> PerformanceModel:
@@ -172,24 +168,3 @@ def _without(
             entry = Entry(failures={choice.name: why})
             table = table.merged(Table(header_here(), {spec: entry}))
     return performance.with_table(table)
-
-
-def _without_memory(sites: Sequence[Site], performance: PerformanceModel) -> int:
-    """Returns at how many sites a candidate was not checked for want of memory."""
-    entries = (performance.estimates(table_key(site.spec)).entry for site in sites)
-    return sum(NO_MEMORY in entry.failures.values() for entry in entries)
-
-
-def _too_large(count: int) -> tuple[str, ...]:
-    return (
-        f"Kernels of {count} sites were not checked, as the GPU had too little memory "
-        "left beside this run, and do not run: XLA_PYTHON_CLIENT_PREALLOCATE=false in "
-        "the environment leaves more, and so do fewer examples a batch.",
-    )
-
-
-def _late(count: int, seconds: float) -> tuple[str, ...]:
-    return (
-        f"Kernels of {count} sites were not checked within {seconds:g} seconds and do "
-        "not run: --dispatch.check-seconds allows more, and what was checked is kept.",
-    )

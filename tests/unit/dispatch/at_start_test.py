@@ -224,7 +224,8 @@ def workers(monkeypatch, tmp_path):
             asked.append(job.choice)
             why = wrong.get(job.choice)
             failures = {} if why is None else {job.choice.name: why}
-            times = {"training": {job.choice.name: 5.0}} if why is None else {}
+            (name,) = job.passes
+            times = {name: {job.choice.name: 5.0}} if why is None else {}
             yield job, Entry(times, failures=failures)
 
     monkeypatch.setattr(at_start, "measure_all", measure_all)
@@ -287,24 +288,19 @@ def test_what_may_be_faster_is_measured_before_the_plan_is_made(workers, perform
     assert _choice(checked) == BF16 and not checked.notes
 
 
-def test_an_inference_plan_is_checked_by_times_of_inference(performance):
-    fit, asked = fitted(), []
+def test_an_inference_plan_is_checked_by_times_of_inference(workers):
+    _, asked, _ = workers
+    fit = fitted()
     for entry in fit.sites.values():
         entry.times["inference"] = entry.times["training"]
     known = Entry({"training": {FIRST.name: 4.0, BF16.name: 5.0}})
     known = PerformanceModel.of(Table(header_here(), {SPEC: known}), fitted=fit)
-
-    def measure(jobs, seconds):
-        for job in jobs:
-            (name,) = job.passes
-            asked.append((job.choice, name))
-            entry = Entry({name: {job.choice.name: 5.0}})
-            yield job, Table(header_here(), {SPEC: entry})
-
-    check(known, measure=measure)
+    check(known)
     assert not asked
-    check(known, pass_name="inference", measure=measure)
-    assert asked == [(FIRST, "inference"), (BF16, "inference")]
+    checked = check(known, pass_name="inference")
+    assert asked == [FIRST, BF16]
+    times = checked.performance.table.sites[SPEC].times["inference"]
+    assert times == {FIRST.name: 5.0, BF16.name: 5.0}
 
 
 def test_what_was_not_checked_does_not_run(workers, performance, monkeypatch):

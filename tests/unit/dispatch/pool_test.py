@@ -131,8 +131,8 @@ def test_a_wait_for_a_turn_is_no_silence(process, tmp_path):
     process(lambda what, job: None)
     turn = _Thread(gpu_turn(tmp_path, "alone"))
     assert turn.has()
-    threading.Timer(0.5, turn.end).start()
-    entries, said = _measure(tmp_path, timeout_s=0.1)
+    threading.Timer(1.5, turn.end).start()
+    entries, said = _measure(tmp_path, timeout_s=0.5)
     assert not said and all(entry.times for entry in entries)
 
 
