@@ -27,7 +27,6 @@ class TuneConfig:
         pairs: operands drawn for the errors.
         rows: most rows of these operands.
         held_out_batches: most batches of validation data for the effect on the loss.
-        seed: of all draws.
         workers: processes that compile at a time; they take times one after another.
     """
 
@@ -35,11 +34,10 @@ class TuneConfig:
     pairs: int = 50
     rows: int = 1024
     held_out_batches: int = 32
-    seed: int = 0
     workers: int = max(1, (os.cpu_count() or 1) // 2)
 
     def __post_init__(self):  # noqa: D105
-        least = {"pairs": 2, "rows": 16, "held_out_batches": 1, "seed": 0, "workers": 1}
+        least = {"pairs": 2, "rows": 16, "held_out_batches": 1, "workers": 1}
         for name, bound in least.items():
             value = getattr(self, name)
             option = f"--tune.{name.replace('_', '-')}"
@@ -101,7 +99,6 @@ def jobs_of(
                 source=_source(name, site.path, stats),
                 pairs=config.pairs,
                 rows=config.rows,
-                seed=config.seed,
             )
             if key not in timed:
                 for choice in candidates(key, local_device()):

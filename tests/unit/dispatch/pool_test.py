@@ -143,9 +143,9 @@ def test_the_budget_ends_what_is_under_way(process):
 
 def test_one_takes_times_while_nobody_compiles(process):
     log = process(lambda what, job: None)
-    jobs = [JOBS[0]._replace(seed=i) for i in range(6)]
+    jobs = [JOBS[0]._replace(rows=i) for i in range(6)]
     done = list(measure_all(jobs, 3, lambda line: None))
-    assert sorted(job.seed for job, _ in done) == list(range(6))
+    assert sorted(job.rows for job, _ in done) == list(range(6))
     now = collections.Counter()
     for line in log:
         now[line[1:]] += {"+": 1, "-": -1}.get(line[0], 0)
