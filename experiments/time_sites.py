@@ -33,7 +33,7 @@ from loka_jax.dispatch.candidates import candidates
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.local import shipped_path
 from loka_jax.dispatch.measuring import Job
-from loka_jax.dispatch.pool import measure_all
+from loka_jax.dispatch.pool import fitting, measure_all
 from loka_jax.dispatch.table import Entry, Table
 from loka_jax.dispatch.tuning import TuneConfig
 from loka_jax.site import SiteSpec
@@ -88,7 +88,7 @@ def time_sites(options: Options) -> int:
     done = tables.read(options.out).sites if options.out.exists() else {}
     part = list(entries)[options.part - 1 :: options.parts]
     jobs = list(_jobs(part, done, options))
-    for job, entry in measure_all(jobs, options.workers, print):
+    for job, entry in measure_all(jobs, fitting(options.workers, jobs), print):
         entry = _with_old(entry, entries[job.spec], options.passes)
         tables.add(options.out, Table(header_here(), {job.spec: entry}))
     return 0

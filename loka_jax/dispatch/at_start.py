@@ -24,8 +24,8 @@ from loka_jax.dispatch.local import Local, cache_path, local_performance
 from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
 from loka_jax.dispatch.plan import is_open
-from loka_jax.dispatch.pool import fitting, measure_all, measure_on_demand
-from loka_jax.dispatch.table import Entry, Table
+from loka_jax.dispatch.pool import fitting, measure_all
+from loka_jax.dispatch.table import Table
 from loka_jax.measure.checking import NO_MEMORY
 from loka_jax.nn import Site
 from loka_jax.site import BF16, Choice, SiteSpec
@@ -60,11 +60,10 @@ def tune_at_start(
         return local
     count = sum(by_shape[spec] for spec in unknown)
     say(f"{name}: tuning {count} sites, for {seconds:g} seconds at most.")
-    start, measured, workers = time.monotonic(), 0, fitting(_WORKERS, agenda.jobs)
-    for job, entry in measure_on_demand(
-        agenda.next_job, workers, _quiet, seconds=seconds
-    ):
-        agenda.learn(job, _into_cache(job, entry))
+    start, measured = time.monotonic(), 0
+    on_demand = iter(agenda.next_job, object())
+    for job, table in measure_into_cache(agenda.jobs, seconds, on_demand):
+        agenda.learn(job, table)
         measured += 1
     took = time.monotonic() - start
     tuned = sum(by_shape[spec] for spec in unknown - agenda.left())
@@ -134,22 +133,25 @@ def _is_fp8(job: Job) -> bool:
 
 
 def measure_into_cache(
-    jobs: Sequence[Job], seconds: float
+    jobs: Sequence[Job], seconds: float, on_demand: Iterator[Job | None] | None = None
 ) -> Iterator[tuple[Job, Table]]:
-    """Yields each job and what it measured, which is in the user's cache then."""
-    for job, entry in measure_all(jobs, _WORKERS, _quiet, seconds=seconds):
-        yield job, _into_cache(job, entry)
+    """Yields each job and what it measured, which is in the user's cache then.
 
+    Candidates that were not checked are left out there: another run may leave more
+    memory.
 
-def _into_cache(job: Job, entry: Entry) -> Table:
-    """Returns a job's measurements, which are in the user's cache then.
-
-    But for candidates that were not checked: another run may leave more memory.
+    Args:
+        on_demand: which of the jobs is next; their own order if None.
     """
-    lasting = {name: x for name, x in entry.failures.items() if x != NO_MEMORY}
-    kept = dataclasses.replace(entry, failures=lasting)
-    tables.add(cache_path(), Table(header_here(), {job.spec: kept}))
-    return Table(header_here(), {job.spec: entry})
+    workers = fitting(_WORKERS, jobs)
+    measured = measure_all(
+        on_demand or jobs, workers, lambda sentence: None, seconds=seconds
+    )
+    for job, entry in measured:
+        lasting = {name: x for name, x in entry.failures.items() if x != NO_MEMORY}
+        kept = dataclasses.replace(entry, failures=lasting)
+        tables.add(cache_path(), Table(header_here(), {job.spec: kept}))
+        yield job, Table(header_here(), {job.spec: entry})
 
 
 def candidate_job(
@@ -207,7 +209,3 @@ def worth_measuring(estimates: Estimates) -> tuple[Choice, ...]:
     names = [name for _, name in close[:_MOST_CANDIDATES]]
     names += [name for name in spreads if not Choice.parse(name).is_fp8]
     return tuple(map(Choice.parse, dict.fromkeys([BF16.name, *names] if names else [])))
-
-
-def _quiet(sentence: str):
-    """Takes the lines of the workers, which are too many for a start."""

@@ -8,7 +8,6 @@ it has it.
 
 import contextlib
 import fcntl
-import functools
 import math
 import multiprocessing
 import os
@@ -18,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from multiprocessing.connection import Connection
 
@@ -42,37 +41,22 @@ _WAITS, _HAS = "waits", "has"  # of a worker and its turn
 
 
 def measure_all(
-    jobs: Sequence[Job],
+    jobs: Iterable[Job | None],
     workers: int,
     say: Callable[[str], None],
     *,
     seconds: float | None = None,
 ) -> Iterator[tuple[Job, Entry]]:
-    """Yields each job and its measurements, in the order in which they finish.
+    """Yields jobs and their measurements, in the order in which they finish.
 
     Args:
-        workers, say, seconds: as in `measure_on_demand`; fewer processes run where the
-            GPU's memory does not hold more.
-    """
-    next_job = functools.partial(next, iter(jobs), None)
-    return measure_on_demand(next_job, fitting(workers, jobs), say, seconds=seconds)
-
-
-def measure_on_demand(
-    next_job: Callable[[], Job | None],
-    workers: int,
-    say: Callable[[str], None],
-    *,
-    seconds: float | None = None,
-) -> Iterator[tuple[Job, Entry]]:
-    """Yields jobs and their measurements, and chooses the next job by these.
-
-    Args:
-        next_job: returns a job, or None if there is none for now. Called when a process
-            is idle, after what finished was yielded.
+        jobs: asked for the next one when a process is idle, after what finished was
+            yielded, so that it may depend on that; None if there is none for now.
+        workers: processes, see `fitting`.
         say: takes a line on each job, and on each failure.
         seconds: after which the processes are ended, without the jobs that are left.
     """
+    jobs = iter(jobs)
     until = math.inf if seconds is None else time.monotonic() + seconds
     running: set[futures.Future] = set()
     # Threads wait for processes; each keeps one from job to job.
@@ -92,7 +76,7 @@ def measure_on_demand(
                 idle.put(worker)
 
         while True:
-            while len(running) < workers and (job := next_job()) is not None:
+            while len(running) < workers and (job := next(jobs, None)) is not None:
                 running.add(pool.submit(measure, job))
             left = min(until - time.monotonic(), threading.TIMEOUT_MAX)
             done, running = futures.wait(running, left, futures.FIRST_COMPLETED)

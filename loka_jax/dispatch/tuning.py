@@ -8,7 +8,7 @@ from loka_jax.dispatch.candidates import candidates, table_key
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.plan import is_open
-from loka_jax.dispatch.pool import measure_all
+from loka_jax.dispatch.pool import fitting, measure_all
 from loka_jax.dispatch.table import Table
 from loka_jax.measure.intervals import Interval
 from loka_jax.nn import Site
@@ -69,7 +69,7 @@ def tune(
         _source(name, path, stats): effect for path, effect in (effects or {}).items()
     }
     jobs = list(jobs_of(name, sites, stats, config, timed))
-    for job, entry in measure_all(jobs, config.workers, say):
+    for job, entry in measure_all(jobs, fitting(config.workers, jobs), say):
         if job.source in by_source:
             entry.effects[job.source] = by_source[job.source]
         yield Table(header, {job.spec: entry})

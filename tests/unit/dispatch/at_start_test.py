@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import pytest
@@ -109,13 +110,13 @@ def test_measurements_are_kept_and_read_by_the_next_start(monkeypatch, tmp_path)
         table = tables.read(cache) if cache.exists() else Table(header_here())
         return Local(PerformanceModel.of(table, fitted=fitted()))
 
-    def measure_on_demand(next_job, workers, say, *, seconds):
+    def measure_all(jobs, workers, say, *, seconds):
         calls.append(seconds)
-        for i, job in enumerate(iter(next_job, None)):
+        for i, job in enumerate(itertools.takewhile(bool, jobs)):
             yield job, Entry({"training": {job.choice.name: 5.0 + i}})
 
     monkeypatch.setattr(at_start, "local_performance", known)
-    monkeypatch.setattr(at_start, "measure_on_demand", measure_on_demand)
+    monkeypatch.setattr(at_start, "measure_all", measure_all)
     # Two of one shape; on a head Dispatch does not decide.
     sites = [own, dataclasses.replace(own, path="b"), site("head", recipe="f32")]
     for _ in range(2):
