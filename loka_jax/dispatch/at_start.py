@@ -75,12 +75,7 @@ def tune_at_start(
 
 
 class Agenda:
-    """What is worth measuring at the sites of a model, by what is known so far.
-
-    Attributes:
-        performance: times, measured or predicted.
-        jobs: as `jobs_worth_measuring` returns them by these times.
-    """
+    """What is worth measuring at the sites of a model, by what is known so far."""
 
     def __init__(self, sites: Sequence[Site], performance: PerformanceModel):
         """Takes the sites and what is known at first."""

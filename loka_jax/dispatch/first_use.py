@@ -31,9 +31,7 @@ _DOUBT = 1.0  # spreads off its prediction at which a time may lie
 class CheckedPlan(NamedTuple):
     """A plan of which every choice but XLA's bfloat16 was checked on this device.
 
-    Attributes:
-        performance: by which the plan was made.
-        notes: sentences for the user.
+    It was made by what is known of the performance; notes are for the user.
     """
 
     plan: DispatchPlan
@@ -50,11 +48,9 @@ def check_plan(
     *,
     pass_name: str = "training",
 ) -> CheckedPlan:
-    """Returns a plan without choices that were never checked.
+    """Returns a plan for a pass, without choices that were never checked.
 
-    Args:
-        seconds: the budget; a check under way is ended with it.
-        pass_name: the pass that the plan is for, "training" or "inference".
+    When the budget of seconds is spent, a check under way is ended.
     """
     plan, left = make_plan(performance), seconds
     while left > 0:

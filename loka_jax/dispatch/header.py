@@ -92,11 +92,7 @@ def header_here() -> Header:
 
 
 def cuda_version(platform_version: str) -> str:
-    """Returns the version of CUDA, such as 13.0; empty where there is none.
-
-    Args:
-        platform_version: of JAX's backend, such as "cuda 13000".
-    """
+    """Returns the CUDA version of "cuda 13000", 13.0; empty where there is none."""
     found = re.search(r"cuda (\d+)", platform_version)
     return f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}" if found else ""
 

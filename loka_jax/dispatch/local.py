@@ -31,12 +31,7 @@ _FITTED_DEVICE = "NVIDIA H200"  # whose times stand for those of devices without
 
 
 class Local(NamedTuple):
-    """What is known here.
-
-    Attributes:
-        performance: None on a CPU, and on a GPU without FP8.
-        notes: sentences for the user.
-    """
+    """What is known here, nothing without a GPU with FP8; and notes for the user."""
 
     performance: PerformanceModel | None
     notes: tuple[str, ...] = ()

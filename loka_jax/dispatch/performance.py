@@ -130,9 +130,7 @@ class PerformanceModel:
 
     Attributes:
         table: measurements on this device.
-        fits: by which times are predicted.
         roofline: of this device; None without predictions.
-        device: that candidates are planned for.
         doubt: spreads off its prediction at which a time is given.
         predicts: whether candidates are predicted.
     """

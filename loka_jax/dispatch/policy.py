@@ -69,8 +69,6 @@ class Decision(NamedTuple):
     """The choice for a site, and its reason.
 
     Attributes:
-        choice: of provider and recipe.
-        reason: for the choice.
         speedup: over XLA's bfloat16; None if its time is unknown.
         error: the largest relative L2 of its FP8 products; None if none is in FP8.
         runner_up: the fastest other candidate and why it lost; None without another.

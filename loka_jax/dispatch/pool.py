@@ -106,9 +106,7 @@ def gpu_turn(folder: str, kind: str) -> Iterator[None]:
     has, a turn alone: it would keep all that wait to take times waiting for one more
     compilation.
 
-    Args:
-        folder: with the two files whose locks are the turns.
-        kind: `ALONE` or `TOGETHER`.
+    Turns are locks of two files in `folder`.
     """
     with (
         open(os.path.join(folder, "alone"), "ab") as alone,

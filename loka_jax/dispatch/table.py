@@ -103,13 +103,7 @@ class _File:
 
 @dataclasses.dataclass
 class Table:
-    """Entries by site, measured with the device, versions and sources of the header.
-
-    Attributes:
-        header: what the table holds for.
-        sites: the measurements.
-        roofline: of the device; None if it was not measured.
-    """
+    """Entries by site, measured with the device, versions and sources of the header."""
 
     header: Header
     sites: dict[SiteSpec, Entry] = dataclasses.field(default_factory=dict)

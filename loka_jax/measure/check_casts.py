@@ -25,9 +25,7 @@ _SUM_ERROR, _SUM_TERMS, _EXACT_TERMS = 2.0**-14, 32, 128
 class Rounding(NamedTuple):
     """Errors by which values are perturbed, as if a candidate had rounded them.
 
-    Attributes:
-        seed: uint32; another seed is another perturbation.
-        strength: 1 to perturb, 0 for exact results.
+    Another seed, uint32, is another perturbation; exact results have strength 0, not 1.
     """
 
     seed: Array
@@ -94,9 +92,7 @@ def operand(
 ) -> Scaled:
     """Returns a float32 operand, to be contracted over its last dim, as it is cast.
 
-    Args:
-        cast: its cast; None if the product is not in FP8.
-        rows_are_exact: scales of rows are amax / fp8_max, not powers of two.
+    With `rows_are_exact` the scales of rows are amax / fp8_max, not powers of two.
     """
     if cast is None:
         return Scaled(x, jnp.float32(1))
@@ -123,8 +119,7 @@ def product(
 ) -> Product:
     """Returns `first @ second.T`, perturbed as sums on tensor cores are.
 
-    Args:
-        gemm: their casts; None for a product in `dtype`.
+    Without a `gemm` it is a product in `dtype`.
     """
     dtype = dtype if gemm is None else jnp.bfloat16  # which holds all of FP8
     scales = first.scale_inv.reshape(-1, 1), second.scale_inv.reshape(1, -1)

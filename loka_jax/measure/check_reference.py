@@ -46,7 +46,6 @@ class Numerics:
     """What the numbers of a site should be under a plan.
 
     Attributes:
-        spec: the site.
         recipe: the casts of each product as it runs.
         reads_fp8: fwd reads the FP8 form of lhs that another site hands on.
         xhat_is_e4m3: the backward pass reads normalized rows from E4M3.
@@ -113,10 +112,8 @@ class Numerics:
     ) -> tuple[Product, Scaled, Scaled]:
         """Returns a product and its operands as they are cast.
 
-        Args:
-            first, second: its operands, both to be contracted over their last dim, in
-                float32 or cast already.
-            stored: delayed scales of lhs, rhs and g.
+        They come in float32 or cast already, to be contracted over their last dims, and
+        the delayed scales of lhs, rhs and g in `stored`.
         """
         gemm = self.recipe.gemm(role)
         casts = (None, None) if gemm is None else (gemm.first, gemm.second)
@@ -256,10 +253,7 @@ def in_fp8(name: str, expected: Expected, scale_inv: Array) -> Expected:
 class _Normed(NamedTuple):
     """The forward pass: its result and what the backward pass reads.
 
-    Attributes:
-        y: activations.
-        xhat, rstd: normalized rows, and the reciprocals of their deviations.
-        is_settled: no rounding decides the slope of the activation.
+    Where `is_settled` no rounding decides the slope of the activation.
     """
 
     y: Array

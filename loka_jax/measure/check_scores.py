@@ -117,11 +117,7 @@ def scores(
     exact: Expected,
     perturbed: Sequence[Mapping[str, Array]],
 ) -> dict[str, dict[str, Scores]]:
-    """Returns the scores by result and kind.
-
-    Args:
-        results: of a candidate, by name; those of inference begin with `INFERENCE`.
-    """
+    """Returns the scores by result and kind."""
     by_result = {}
     for name, result in results.items():
         of = name if name in exact.results else name.removeprefix(INFERENCE)

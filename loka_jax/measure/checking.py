@@ -76,12 +76,7 @@ class Outcome(NamedTuple):
 
 
 class Check(NamedTuple):
-    """The check of a candidate.
-
-    Attributes:
-        programs: lowered, by their names: those of `programs`, and "judge".
-        refusal: why there are no programs; None if there are.
-    """
+    """The check of a candidate: its lowered programs, or why there are none."""
 
     numerics: Numerics | None
     programs: Mapping[str, Lowered]

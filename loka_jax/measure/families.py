@@ -26,8 +26,7 @@ class Family(NamedTuple):
 
     Attributes:
         cases: returns what they are checked on.
-        provider: the package of their modules.
-        functions: that launch them, as "module.function".
+        functions: that launch them, as "module.function", in the provider's package.
     """
 
     cases: Callable[[], Sequence[Case]]

@@ -55,13 +55,7 @@ class Inputs(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What the training pass returns.
-
-    Attributes:
-        results: by name: "y", "dlhs", "drhs" and so on.
-        y_fp8: the activations in FP8, if these leave.
-        state: the next delayed-scaling state, if there is one.
-    """
+    """What the training pass returns: "y", "dlhs", "drhs" and so on, the next state."""
 
     results: Mapping[str, Array]
     y_fp8: Fp8Array | None
@@ -124,11 +118,7 @@ type Program = tuple[Callable[..., Any], Abstract, dict[str, str]]
 
 
 class Programs(NamedTuple):
-    """The programs of a candidate.
-
-    Attributes:
-        begun: what "begin" returns, without values: `begin`.
-    """
+    """The programs of a candidate, and what "begin" returns, without values."""
 
     numerics: Numerics
     passes: Passes

@@ -34,8 +34,7 @@ class Timing(NamedTuple):
 class Kernels(NamedTuple):
     """The kernels and copies of a call: their number, and the sum of their durations.
 
-    Attributes:
-        longest: (name, microseconds, count) of those with the longest total time.
+    The longest, by their total time, are (name, microseconds, count).
     """
 
     count: float
