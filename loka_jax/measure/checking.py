@@ -9,7 +9,7 @@ run through the same ones, which are lowered, compiled and run apart.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -36,12 +36,12 @@ from loka_jax.measure.compiling import (
     lower,
 )
 from loka_jax.measure.programs import (
-    Inputs,
-    Passes,
+    State,
     Trained,
     arguments_of_draw,
     planned,
     programs_of,
+    to_prepare,
 )
 from loka_jax.normed import NormVectors, norm_features
 from loka_jax.ops.device import Device
@@ -109,9 +109,13 @@ class Check(NamedTuple):
 
     def _why_wrong_on(self, compiled: Mapping[str, Any], trial: Trial) -> str | None:
         assert self.numerics is not None
-        trial, stored, inputs = compiled["begin"](*leaves((trial,)))
+
+        def run(name: str, *arguments: Any) -> Any:
+            return compiled[name](*leaves(arguments))
+
+        trial, stored, state = run("begin", trial)
         try:
-            outcome = _run_passes(compiled, inputs, trial.g)
+            outcome = jax.block_until_ready(_outcome(run, trial, state))
         except Exception as error:  # of any kind: the caller gets it as a reason
             if EXHAUSTED in str(error):
                 raise
@@ -119,8 +123,7 @@ class Check(NamedTuple):
         reason = _why_misshapen(self.numerics.spec, outcome, trial)
         if reason is not None:
             return reason
-        judged = compiled["judge"](*leaves((trial, stored, outcome)))
-        are_right, by_result = jax.device_get(judged)
+        are_right, by_result = jax.device_get(run("judge", trial, stored, outcome))
         for wrong in (what for what, is_right in are_right.items() if not is_right):
             return wrong
         shapes = {name: trial.g.shape for name in by_result}
@@ -150,28 +153,25 @@ def lower_check(
         return Check(None, {}, f"does not run: {plan.why_not}")
     try:
         numerics, passes, begun, programs = programs_of(plan)
-        judged = evaluated(functools.partial(_whole, passes), begun)
+
+        def run(name: str, *arguments: Any) -> Any:
+            return getattr(passes, name)(*arguments)
+
+        def judged(trial: Trial, stored, state):
+            return trial, stored, _outcome(run, trial, state)
+
+        arguments = evaluated(judged, begun)
     except Exception as error:  # of any kind: the caller gets it as a reason
         return Check(None, {}, f"does not compile: {one_line(error)}")
-    programs["judge"] = functools.partial(_judge, numerics), judged, UNTUNED
+    programs["judge"] = functools.partial(_judge, numerics), arguments, UNTUNED
     return Check(numerics, {name: lower(*x) for name, x in programs.items()})
 
 
-def _whole(passes: Passes, trial: Trial, stored, inputs: Inputs):
-    """Returns what "judge" takes, from what "begin" returns."""
-    weights, lhs = inputs.split()
-    trained = passes.training(inputs, trial.g)
-    ready = passes.prepare(weights, *lhs)
-    return trial, stored, Outcome(trained, passes.inference(ready, *lhs))
-
-
-def _run_passes(compiled: Mapping[str, Any], inputs: Inputs, g: Array) -> Outcome:
-    """Returns what a candidate returns."""
-    weights, lhs = inputs.split()
-    trained = compiled["training"](*leaves((inputs, g)))
-    ready = compiled["prepare"](*leaves((weights, *lhs)))
-    inferred = compiled["inference"](*leaves((ready, *lhs)))
-    return jax.block_until_ready(Outcome(trained, inferred))
+def _outcome(run: Callable[..., Any], trial: Trial, state: State) -> Outcome:
+    """Returns what the passes return, which `run` runs by their names."""
+    trained = run("training", trial, state)
+    ready = run("prepare", *to_prepare(trial, state))
+    return Outcome(trained, run("inference", ready, trial.lhs, trial.lhs_fp8))
 
 
 def _why_misshapen(spec: SiteSpec, outcome: Outcome, trial: Trial) -> str | None:

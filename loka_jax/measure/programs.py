@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from loka_jax import scaling
 from loka_jax.fp8 import Fp8Array
@@ -27,7 +27,6 @@ from loka_jax.measure.compiling import (
     evaluated,
     leaves,
 )
-from loka_jax.normed import NormVectors
 from loka_jax.ops.device import Device, local_device
 from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.ops.products import Activations
@@ -39,19 +38,7 @@ from loka_jax.site import Choice, SiteSpec
 _ROTATED_BYTES = 120e6  # twice the L2 of an H200
 _MAX_SETS = 16
 
-
-class Inputs(NamedTuple):
-    """What a pass takes, besides the gradient of its result."""
-
-    lhs: Float[Array, "m k"]
-    lhs_fp8: Fp8Array | None
-    rhs: Float[Array, "k n"]
-    vectors: NormVectors
-    state: DelayedScaling | None
-
-    def split(self) -> tuple["Inputs", tuple]:
-        """Returns what is there before inference, and the rows."""
-        return self._replace(lhs=None, lhs_fp8=None), (self.lhs, self.lhs_fp8)
+type State = DelayedScaling | None
 
 
 class Trained(NamedTuple):
@@ -59,7 +46,7 @@ class Trained(NamedTuple):
 
     results: Mapping[str, Array]
     y_fp8: Fp8Array | None
-    state: DelayedScaling | None
+    state: State
 
 
 class Passes:
@@ -73,31 +60,31 @@ class Passes:
         self._plan = plan
         self._inference: Callable[..., Any] | None = None
 
-    def forward(self, inputs: Inputs) -> Array | Activations:
+    def forward(self, trial: Trial, state: State) -> Array | Activations:
         """Returns the activations."""
-        lhs = inputs.lhs
-        if inputs.lhs_fp8 is not None:
-            lhs = Activations(inputs.lhs, inputs.lhs_fp8)
-        arrays = SiteArrays(lhs, inputs.rhs, *inputs.vectors)
-        return run_site(self._plan, arrays, inputs.state)
+        lhs = trial.lhs
+        if trial.lhs_fp8 is not None:
+            lhs = Activations(trial.lhs, trial.lhs_fp8)
+        arrays = SiteArrays(lhs, trial.rhs, *trial.vectors)
+        return run_site(self._plan, arrays, state)
 
-    def training(self, inputs: Inputs, g: Float[Array, "m n"]) -> Trained:
+    def training(self, trial: Trial, state: State) -> Trained:
         """Returns the activations, all gradients, and the next state."""
 
-        def forward(differentiated: Inputs):
-            out = self.forward(differentiated._replace(lhs_fp8=inputs.lhs_fp8))
+        def forward(lhs, rhs, vectors, state):
+            out = self.forward(trial._replace(lhs=lhs, rhs=rhs, vectors=vectors), state)
             return (out.y, out.fp8) if isinstance(out, Activations) else (out, None)
 
-        differentiated = inputs._replace(lhs_fp8=None)
-        y, pull, y_fp8 = jax.vjp(forward, differentiated, has_aux=True)
-        (gradients,) = pull(g)
-        results = {"y": y, "dlhs": gradients.lhs, "drhs": gradients.rhs}
-        for name, gradient in gradients.vectors._asdict().items():
+        operands = trial.lhs, trial.rhs, trial.vectors, state
+        y, pull, y_fp8 = jax.vjp(forward, *operands, has_aux=True)
+        dlhs, drhs, dvectors, state = pull(trial.g)
+        results = {"y": y, "dlhs": dlhs, "drhs": drhs}
+        for name, gradient in dvectors._asdict().items():
             if gradient is not None:
                 results[f"d{name}"] = gradient
-        return Trained(results, y_fp8, gradients.state)
+        return Trained(results, y_fp8, state)
 
-    def prepare(self, weights: Inputs, *lhs: Any) -> list[Array]:
+    def prepare(self, weights: tuple, *lhs: Any) -> list[Array]:
         """Returns what inference needs of the weights; of `lhs` only its types."""
         folded = fold(self._infer, weights, *lhs)
         self._inference = folded.function
@@ -108,9 +95,16 @@ class Passes:
         assert self._inference is not None
         return self._inference(ready, *lhs)
 
-    def _infer(self, weights: Inputs, lhs, lhs_fp8) -> Array | Fp8Array:
-        out = self.forward(weights._replace(lhs=lhs, lhs_fp8=lhs_fp8))
+    def _infer(self, weights: tuple, lhs, lhs_fp8) -> Array | Fp8Array:
+        trial, state = weights
+        out = self.forward(trial._replace(lhs=lhs, lhs_fp8=lhs_fp8), state)
         return out.fp8 if isinstance(out, Activations) else out
+
+
+def to_prepare(trial: Trial, state: State) -> tuple:
+    """Returns what `Passes.prepare` takes: what is there before inference, the rows."""
+    weights = trial._replace(lhs=None, lhs_fp8=None, g=None, headroom=None)
+    return (weights, state), trial.lhs, trial.lhs_fp8
 
 
 # What `lower` takes: a function, its arguments, and options of the compiler.
@@ -146,22 +140,16 @@ def programs_of(plan: KernelPlan) -> Programs:
     drawn = evaluated(lambda *arguments: (draw_one(*arguments),), aimed)
     begun = evaluated(begin_one, drawn)
 
-    def to_train(trial: Trial, stored, inputs: Inputs):
-        return inputs, trial.g
+    def to_infer(trial: Trial, stored, state):
+        return passes.prepare(*to_prepare(trial, state)), trial.lhs, trial.lhs_fp8
 
-    def to_prepare(trial, stored, inputs: Inputs):
-        weights, lhs = inputs.split()
-        return weights, *lhs
-
-    def to_infer(trial, stored, inputs: Inputs):
-        weights, lhs = inputs.split()
-        return passes.prepare(weights, *lhs), *lhs
-
+    trained = evaluated(lambda trial, stored, state: (trial, state), begun)
+    prepared = evaluated(to_prepare, trained)
     by_name: dict[str, Program] = {
         "draw": (draw_one, aimed, UNTUNED),
         "begin": (begin_one, drawn, UNTUNED),
-        "training": (passes.training, evaluated(to_train, begun), NO_CAPTURE),
-        "prepare": (passes.prepare, evaluated(to_prepare, begun), NO_CAPTURE),
+        "training": (passes.training, trained, NO_CAPTURE),
+        "prepare": (passes.prepare, prepared, NO_CAPTURE),
         "inference": (passes.inference, evaluated(to_infer, begun), NO_CAPTURE),
     }
     return Programs(numerics, passes, begun, by_name)
@@ -173,13 +161,10 @@ def arguments_of_draw(aim: str, seed: int) -> tuple:
 
 
 def begin(plan: KernelPlan, numerics: Numerics, trial: Trial):
-    """Returns the settled operands, the delayed scales, and what the passes take."""
+    """Returns the settled operands, the delayed scales, and a state with these."""
     trial, stored = settle(numerics, trial)
-    recipe, state = plan.choice.recipe, None
-    if recipe.is_delayed:
-        state = scaling.stored(stored, recipe)
-    inputs = Inputs(trial.lhs, trial.lhs_fp8, trial.rhs, trial.vectors, state)
-    return trial, stored, inputs
+    recipe = plan.choice.recipe
+    return trial, stored, scaling.stored(stored, recipe) if recipe.is_delayed else None
 
 
 def operand_sets(compiled: Mapping[str, Any], count: int) -> dict[str, list[tuple]]:
@@ -190,14 +175,11 @@ def operand_sets(compiled: Mapping[str, Any], count: int) -> dict[str, list[tupl
     """
     arguments = (arguments_of_draw("ordinary", seed) for seed in range(count))
     trials = [compiled["draw"](*leaves(x)) for x in arguments]
-    _, _, first = compiled["begin"](*leaves((trials[0],)))
-    sets = [Inputs(x.lhs, x.lhs_fp8, x.rhs, x.vectors, first.state) for x in trials]
-    pairs = zip(sets, trials, strict=True)
-    taken = {"training": [leaves((inputs, trial.g)) for inputs, trial in pairs]}
+    _, _, state = compiled["begin"](*leaves((trials[0],)))
+    taken = {"training": [leaves((trial, state)) for trial in trials]}
     if "prepare" in compiled:
-        weights, lhs = sets[0].split()
-        ready = compiled["prepare"](*leaves((weights, *lhs)))
-        taken["inference"] = [leaves((ready, *inputs.split()[1])) for inputs in sets]
+        ready = compiled["prepare"](*leaves(to_prepare(trials[0], state)))
+        taken["inference"] = [leaves((ready, x.lhs, x.lhs_fp8)) for x in trials]
     return taken
 
 
