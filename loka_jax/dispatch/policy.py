@@ -9,7 +9,7 @@
 
 References:
     LoKA, arXiv 2605.10886, section on Dispatch. The paper's MERE < 0.2 is met by hardly
-    any product of zero mean in FP8, so it is no default limit.
+    any product of zero mean in FP8, so it is no limit here.
 """
 
 import dataclasses
@@ -38,8 +38,6 @@ class Limits:
         healthy: largest relative L2 error, in multiples of 0.037, that of a product in
             E4M3 on Gaussian operands.
         worst_row: largest relative L2 error of a row, likewise.
-        mere: largest mean element-wise relative error; None for no such limit. The
-            paper names 0.2, which hardly any product of zero mean meets in FP8.
         loss: largest relative rise of the loss that FP8 causes, at the upper end of its
             interval: of the effects measured site by site, added up, and in tuning that
             of the whole plan.
@@ -50,7 +48,6 @@ class Limits:
 
     healthy: Annotated[float, tyro.conf.Suppress] = 1.5
     worst_row: Annotated[float, tyro.conf.Suppress] = 8.0
-    mere: Annotated[float | None, tyro.conf.Suppress] = None
     loss: float = 0.0002
     speedup: float = 1.05
     leave_xla: Annotated[float, tyro.conf.Suppress] = 1.08
@@ -59,7 +56,7 @@ class Limits:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             option = f"limits.{field.name.replace('_', '-')}"
-            require(value is None or value > 0, option, value, "positive")
+            require(value > 0, option, value, "positive")
 
 
 DEFAULT_LIMITS = Limits()
@@ -120,11 +117,10 @@ def shares_of_limits(
 
 def bounds(limits: Limits) -> dict[str, float]:
     """Returns the largest errors that are within the limits, by measure."""
-    largest = {
+    return {
         "relative_l2": limits.healthy * _HEALTHY,
         "worst_row": limits.worst_row * _HEALTHY,
     }
-    return largest if limits.mere is None else largest | {"mere": limits.mere}
 
 
 class Terms(NamedTuple):

@@ -25,18 +25,12 @@ class Family(NamedTuple):
     """Kernels that are right or wrong together.
 
     Attributes:
+        entries: the functions that launch them, as "provider.module.function".
         cases: returns what they are checked on.
-        functions: that launch them, as "module.function", in the provider's package.
     """
 
+    entries: tuple[str, ...]
     cases: Callable[[], Sequence[Case]]
-    provider: str
-    functions: str
-
-    @property
-    def entries(self) -> list[str]:
-        """The functions that launch them, as "provider.module.function"."""
-        return [f"{self.provider}.{function}" for function in self.functions.split()]
 
 
 def why_wrong(name: str, **how: Any) -> str | None:
@@ -51,35 +45,47 @@ def why_wrong(name: str, **how: Any) -> str | None:
     return why_any_wrong(FAMILIES[name].cases(), **how)
 
 
-FAMILIES = {
-    "norm_tail": Family(
-        norm_tails, "triton", "norm_tail.norm_tail norm_tail.norm_tail_backward"
+def _family(
+    cases: Callable[[], Sequence[Case]], provider: str, *entries: str
+) -> Family:
+    return Family(tuple(f"{provider}.{entry}" for entry in entries), cases)
+
+
+FAMILIES: dict[str, Family] = {
+    "norm_tail": _family(
+        norm_tails, "triton", "norm_tail.norm_tail", "norm_tail.norm_tail_backward"
     ),
-    "cross_tail": Family(
-        cross_tails, "triton", "cross_tail.cross_tail cross_gradient.cross_gradient"
+    "cross_tail": _family(
+        cross_tails, "triton", "cross_tail.cross_tail", "cross_gradient.cross_gradient"
     ),
-    "joined_cast": Family(joined_casts, "triton", "joined_cast.joined_cast"),
-    "joined_norm": Family(
+    "joined_cast": _family(joined_casts, "triton", "joined_cast.joined_cast"),
+    "joined_norm": _family(
         joined_norms,
         "triton",
-        "joined_norm.joined_norm joined_norm.joined_norm_backward",
+        "joined_norm.joined_norm",
+        "joined_norm.joined_norm_backward",
     ),
-    "dot_features": Family(
+    "dot_features": _family(
         dot_features_cases,
         "triton",
-        "dot_features.dot_features dot_features.dot_features_backward",
+        "dot_features.dot_features",
+        "dot_features.dot_features_backward",
     ),
-    "row_update": Family(
+    "row_update": _family(
         row_updates,
         "triton",
-        "row_update.sum_runs row_update.sgd row_update.rowwise_adagrad",
+        "row_update.sum_runs",
+        "row_update.sgd",
+        "row_update.rowwise_adagrad",
     ),
-    "route": Family(routes, "triton", "route.lists"),
-    "merge": Family(merges, "triton", "merge.merge_lists"),
-    "row_wire": Family(row_wires, "triton", "row_wire.encode row_wire.decode"),
-    "packed": Family(packings, "triton", "packed.pack packed.sum_packed packed.unpack"),
-    "fm_lcb": Family(fm_lcbs, "pallas", "fm_lcb.fm_lcb"),
-    "fm_lcb_backward": Family(
+    "route": _family(routes, "triton", "route.lists"),
+    "merge": _family(merges, "triton", "merge.merge_lists"),
+    "row_wire": _family(row_wires, "triton", "row_wire.encode", "row_wire.decode"),
+    "packed": _family(
+        packings, "triton", "packed.pack", "packed.sum_packed", "packed.unpack"
+    ),
+    "fm_lcb": _family(fm_lcbs, "pallas", "fm_lcb.fm_lcb"),
+    "fm_lcb_backward": _family(
         fm_lcbs_backward, "pallas", "fm_lcb_backward.fm_lcb_backward"
     ),
 }
