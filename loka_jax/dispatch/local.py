@@ -21,7 +21,7 @@ from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import why_no_fp8
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.performance import PerformanceModel
-from loka_jax.dispatch.table import BadTable, Table
+from loka_jax.dispatch.table import Table
 from loka_jax.measure.roofline import measure_roofline
 from loka_jax.ops.device import local_device
 
@@ -135,7 +135,7 @@ def _cached() -> tuple[Table, tuple[str, ...]]:
         return Table(header), ()
     try:
         return tables.read(path), ()
-    except BadTable as error:
+    except ValueError as error:
         path.unlink(missing_ok=True)
         return Table(header), (f"Earlier measurements were removed: {error}",)
 

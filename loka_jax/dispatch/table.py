@@ -42,10 +42,6 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 _Size = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 
 
-class BadTable(ValueError):
-    """The error of an invalid table: one sentence with the file and the reason."""
-
-
 # By measure, of one product of a candidate.
 type Errors = dict[str, Interval]
 # By product and the name of a recipe that casts it so.
@@ -161,8 +157,8 @@ def add(path: pathlib.Path, table: Table) -> Table:
     Several processes may add at once: one after another reads, merges and writes.
 
     Raises:
-        BadTable: if the file is not a valid table.
-        ValueError: if it was measured elsewhere, is too large, or cannot be locked.
+        ValueError: if the file is no valid table, was measured elsewhere, is too large,
+            or cannot be locked.
     """
     with locked(path):
         if path.exists():
@@ -207,14 +203,14 @@ def read(path: pathlib.Path) -> Table:
     """Returns the table in a file.
 
     Raises:
-        BadTable: if the file cannot be read, or is not a valid table.
+        ValueError: if the file cannot be read, or is not a valid table.
     """
     try:
         return from_json(jsonfile.read(path, max_bytes=_MAX_BYTES))
     except OSError as error:
-        raise BadTable(f"{path} cannot be read: {error.strerror}.") from None
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
     except ValueError as error:
-        raise BadTable(f"{path} is not a dispatch table: {error}") from None
+        raise ValueError(f"{path} is not a dispatch table: {error}") from None
 
 
 def from_json(value: Any) -> Table:

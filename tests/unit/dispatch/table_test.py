@@ -12,7 +12,7 @@ import pytest
 from loka_jax.dispatch import header as headers
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.header import Header
-from loka_jax.dispatch.table import BadTable, Entry, Table, from_json, to_json
+from loka_jax.dispatch.table import Entry, Table, from_json, to_json
 from loka_jax.measure.intervals import Interval
 from loka_jax.site import SiteSpec
 from tests.support.dispatch import H200, errors
@@ -163,7 +163,7 @@ def test_a_file_that_is_no_table_is_refused_and_left(tmp_path, text):
     path = tmp_path / "table.json"
     path.write_text(text := text or json.dumps(to_json(_table()))[:-20])
     for use in (tables.read, lambda path: tables.add(path, _table())):
-        with pytest.raises(BadTable, match="table.json is not a dispatch table"):
+        with pytest.raises(ValueError, match="table.json is not a dispatch table"):
             use(path)
     assert path.read_text() == text
 
