@@ -158,11 +158,7 @@ def candidate_job(
     that of another candidate.
     """
     return Job(
-        spec,
-        choice,
-        passes=(pass_name,),
-        in_chain=in_chain,
-        is_judged=choice != BF16,
+        spec, choice, passes=(pass_name,), in_chain=in_chain, is_judged=choice != BF16
     )
 
 

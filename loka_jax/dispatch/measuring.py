@@ -22,12 +22,7 @@ from loka_jax.dispatch.table import MEASURES, Entry, RoleErrors
 from loka_jax.measure.checking import lower_check
 from loka_jax.measure.compiling import compile_lowered
 from loka_jax.measure.intervals import Interval
-from loka_jax.measure.programs import (
-    chain_forms,
-    form_spec,
-    num_rotated,
-    operand_sets,
-)
+from loka_jax.measure.programs import chain_forms, form_spec, num_rotated, operand_sets
 from loka_jax.measure.site_errors import site_errors
 from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.probe.sampling import draw_learned, draw_normal

@@ -23,12 +23,7 @@ from multiprocessing.connection import Connection
 
 import jax
 
-from loka_jax.dispatch.measuring import (
-    ALONE,
-    Job,
-    bytes_needed,
-    measure_site,
-)
+from loka_jax.dispatch.measuring import ALONE, Job, bytes_needed, measure_site
 from loka_jax.dispatch.table import Entry
 
 _TIMEOUT_S = 600.0  # of silence, not counting waits for a turn
@@ -208,6 +203,6 @@ def serve(handle: int, folder: str):
             parent.send(_HAS)
             yield
 
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             parent.send(measure_site(parent.recv(), turn))

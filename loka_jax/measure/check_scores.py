@@ -134,8 +134,7 @@ def scores(
 
 
 def worst_finding(
-    by_result: Mapping[str, Mapping[str, Scores]],
-    shapes: Mapping[str, tuple[int, ...]],
+    by_result: Mapping[str, Mapping[str, Scores]], shapes: Mapping[str, tuple[int, ...]]
 ) -> Finding:
     """Returns the worst of all scores."""
     with np.errstate(all="ignore"):  # what is not finite counts as the worst

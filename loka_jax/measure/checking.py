@@ -133,20 +133,14 @@ class Check(NamedTuple):
 
 
 def why_wrong(
-    spec: SiteSpec,
-    choice: Choice,
-    device: Device | None = None,
+    spec: SiteSpec, choice: Choice, device: Device | None = None
 ) -> str | None:
     """Returns what is wrong with a candidate's results, or None if they are right."""
     check = lower_check(spec, choice, device)
     return check.why_wrong(compile_lowered(check.programs))
 
 
-def lower_check(
-    spec: SiteSpec,
-    choice: Choice,
-    device: Device | None = None,
-) -> Check:
+def lower_check(spec: SiteSpec, choice: Choice, device: Device | None = None) -> Check:
     """Returns the check of a candidate, to be compiled and run; see `why_wrong`."""
     plan = planned(spec, choice, device)
     if plan.why_not is not None:

@@ -79,10 +79,7 @@ def _cases(spec: SiteSpec, choice: Choice) -> dict[str, Case]:
     _, passes, _, programs = programs_of(plan)
     (_, arguments, _), recipe = programs["training"], plan.choice.recipe
     # All take what the training pass takes.
-    parts = {
-        "training": passes.training,
-        "fwd": passes.forward,
-    }
+    parts = {"training": passes.training, "fwd": passes.forward}
     if choice.provider == "xla":
         parts |= {role: _product_of(role, recipe) for role in _BACKWARD}
     lowered = {name: lower(part, arguments) for name, part in parts.items()}
