@@ -20,7 +20,6 @@ from loka_jax import jsonfile
 from loka_jax.dispatch.header import Header
 from loka_jax.measure.intervals import Interval
 from loka_jax.measure.roofline import Roofline
-from loka_jax.normed import ActivationName, NormName
 from loka_jax.quality import MEASURES
 from loka_jax.recipe import ROLES, Role
 from loka_jax.site import Choice, SiteSpec
@@ -35,11 +34,11 @@ PASSES = tuple(
     for form in ("", " in", " out", " in out")
 )
 _MAX_BYTES = 4 << 20
+_MOST = 1 << 31
 
 # Of a file.
 Text = Annotated[str, msgspec.Meta(max_length=10_000)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
-_Size = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 
 
 # By measure, of one product of a candidate.
@@ -70,23 +69,11 @@ class Entry:
     refused: dict[Text, Text] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass
-class _Site:
-    """A site in a file: without forms of input or output, which are passes."""
-
-    m: _Size
-    k: _Size
-    n: _Size
-    norm: NormName
-    activation: ActivationName
-    use_bias: bool
-
-
 @dataclasses.dataclass(kw_only=True)
 class _Row(Entry):
     """An `Entry` in a file."""
 
-    site: _Site
+    site: SiteSpec
 
 
 @dataclasses.dataclass
@@ -191,11 +178,7 @@ def locked(path: pathlib.Path) -> Iterator[None]:
 
 def to_json(table: Table) -> dict[str, Any]:
     """Returns the JSON value of a table."""
-    names = [field.name for field in dataclasses.fields(_Site)]
-    rows = [
-        _Row(site=_Site(**{x: getattr(key, x) for x in names}), **vars(entry))
-        for key, entry in sorted(table.sites.items())
-    ]
+    rows = [_Row(site=key, **vars(table.sites[key])) for key in sorted(table.sites)]
     return msgspec.to_builtins(_File(SCHEMA, table.header, table.roofline, rows))
 
 
@@ -228,7 +211,9 @@ def from_json(value: Any) -> Table:
     sites: dict[SiteSpec, Entry] = {}
     for row in file.sites:
         fields = dict(vars(row))
-        key = SiteSpec(**vars(fields.pop("site")))
+        key = fields.pop("site")
+        if not all(0 < size < _MOST for size in (key.m, key.k, key.n)):
+            raise ValueError(f"site {key} has a size that no array has.")
         if key in sites:
             raise ValueError(f"site {key} occurs twice.")
         sites[key] = Entry(**fields)
