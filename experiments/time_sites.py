@@ -33,7 +33,7 @@ from loka_jax.dispatch.candidates import candidates
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.local import shipped_path
 from loka_jax.dispatch.measuring import Job
-from loka_jax.dispatch.pool import measure_all
+from loka_jax.dispatch.pool import fitting, measure_all
 from loka_jax.dispatch.table import Entry, Table
 from loka_jax.dispatch.tuning import TuneConfig
 from loka_jax.site import SiteSpec
@@ -86,11 +86,9 @@ def time_sites(options: Options) -> int:
         # Large sites lie side by side, so a slice is a fair part.
         entries = dict(sorted(tables.read(options.table).sites.items()))
     done = tables.read(options.out).sites if options.out.exists() else {}
-    jobs = list(_jobs(list(entries), done, options))[options.part - 1 :: options.parts]
-    # All processes have work until the last site is measured.
-    pieces = -(-options.workers // max(len(jobs), 1))
-    split = [piece for job in jobs for piece in job.split(pieces)]
-    for job, entry in measure_all(split, options.workers, print):
+    part = list(entries)[options.part - 1 :: options.parts]
+    jobs = list(_jobs(part, done, options))
+    for job, entry in measure_all(jobs, fitting(options.workers, jobs), print):
         entry = _with_old(entry, entries[job.spec], options.passes)
         tables.add(options.out, Table(header_here(), {job.spec: entry}))
     return 0
@@ -103,19 +101,16 @@ def _jobs(
     for site in sites:
         times = done.get(site, Entry()).times
         names = set(itertools.chain(*times.values()))
-        left = tuple(
-            choice
-            for choice in candidates(site)
-            if choice.name not in names
-            and (not options.recipes or choice.recipe.name in options.recipes)
-        )
-        if left:
-            yield Job(
-                site,
-                left,
-                passes=options.passes,
-                is_judged=options.judge,
-            )
+        for choice in candidates(site):
+            is_asked = not options.recipes or choice.recipe.name in options.recipes
+            if is_asked and choice.name not in names:
+                yield Job(
+                    site,
+                    choice,
+                    passes=options.passes,
+                    in_chain=True,
+                    is_judged=options.judge,
+                )
 
 
 def _with_old(entry: Entry, old: Entry, measured: tuple[str, ...]) -> Entry:

@@ -36,7 +36,7 @@ from loka_jax.dispatch.local import local_performance
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import make_plan
 from loka_jax.dispatch.review import live_intervals, with_live
-from loka_jax.dispatch.table import BadTable, Entry, Table
+from loka_jax.dispatch.table import Entry, Table
 from loka_jax.dispatch.tuning import TuneConfig
 from loka_jax.dispatch.tuning import tune as measure
 from loka_jax.measure.intervals import Interval
@@ -69,8 +69,7 @@ def tune(
     def say(sentence: str):
         console.print(plain(sentence))
 
-    performance = local_performance().performance
-    if performance is None:
+    if local_performance().performance is None:
         say("There is no GPU with FP8: the times are of this device, and only for it.")
     measured = measure(
         run.source,
@@ -79,7 +78,6 @@ def tune(
         options,
         effects=_effects(run, done.state, options.held_out_batches, say),
         timed=timed,
-        performance=performance,
         say=say,
     )
     # Written after every site, because measuring all of them can take long.
@@ -160,7 +158,7 @@ def _old_table(path: pathlib.Path) -> Table | None:
         return None
     try:
         table = tables.read(path)
-    except BadTable as error:
+    except ValueError as error:
         raise ValueError(f"{error} Name another file with --table.") from None
     why_not = table.header.why_not(header_here())
     if why_not is not None:

@@ -24,8 +24,8 @@ from loka_jax.dispatch.local import Local, cache_path, local_performance
 from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
 from loka_jax.dispatch.plan import is_open
-from loka_jax.dispatch.pool import fitting, measure_all, measure_on_demand
-from loka_jax.dispatch.table import Entry, Table
+from loka_jax.dispatch.pool import fitting, measure_all
+from loka_jax.dispatch.table import Table
 from loka_jax.measure.checking import NO_MEMORY
 from loka_jax.nn import Site
 from loka_jax.site import BF16, Choice, SiteSpec
@@ -60,11 +60,10 @@ def tune_at_start(
         return local
     count = sum(by_shape[spec] for spec in unknown)
     say(f"{name}: tuning {count} sites, for {seconds:g} seconds at most.")
-    start, measured, workers = time.monotonic(), 0, fitting(_WORKERS, agenda.jobs)
-    for job, entry in measure_on_demand(
-        agenda.next_job, workers, _quiet, seconds=seconds
-    ):
-        agenda.learn(job, _into_cache(job, entry))
+    start, measured = time.monotonic(), 0
+    on_demand = iter(agenda.next_job, object())
+    for job, table in measure_into_cache(agenda.jobs, seconds, on_demand):
+        agenda.learn(job, table)
         measured += 1
     took = time.monotonic() - start
     tuned = sum(by_shape[spec] for spec in unknown - agenda.left())
@@ -76,17 +75,12 @@ def tune_at_start(
 
 
 class Agenda:
-    """What is worth measuring at the sites of a model, by what is known so far.
-
-    Attributes:
-        performance: times, measured or predicted.
-        jobs: as `jobs_worth_measuring` returns them by these times.
-    """
+    """What is worth measuring at the sites of a model, by what is known so far."""
 
     def __init__(self, sites: Sequence[Site], performance: PerformanceModel):
         """Takes the sites and what is known at first."""
         self._sites = sites
-        self._asked: set[tuple[SiteSpec, Choice]] = set()
+        self._asked: set[Job] = set()
         self._running: Counter[SiteSpec] = Counter()
         self._know(performance)
 
@@ -96,13 +90,13 @@ class Agenda:
         That of a site with the fewest under way: each measurement may make others of
         its site superfluous.
         """
-        for job in sorted(self.jobs, key=lambda job: self._running[job.spec]):
-            for part in self._unasked(job):
-                (choice,) = part.choices
-                self._asked.add((job.spec, choice))
-                self._running[job.spec] += 1
-                return part
-        return None
+        fewest = min(
+            self._unasked(), key=lambda job: self._running[job.spec], default=None
+        )
+        if fewest is not None:
+            self._asked.add(fewest)
+            self._running[fewest.spec] += 1
+        return fewest
 
     def learn(self, job: Job, table: Table):
         """Takes what a job measured."""
@@ -112,71 +106,83 @@ class Agenda:
 
     def left(self) -> set[SiteSpec]:
         """Returns the sites of which something is still to be measured."""
-        unasked = {job.spec for job in self.jobs if self._unasked(job)}
-        return unasked | set(+self._running)
+        return {job.spec for job in self._unasked()} | set(+self._running)
 
     def _know(self, performance: PerformanceModel):
         self.performance = performance
         self.jobs = jobs_worth_measuring(self._sites, performance)
 
-    def _unasked(self, job: Job) -> list[Job]:
-        """Returns a job for each candidate that was not returned before."""
-        own = [choice for spec, choice in self._asked if spec == job.spec]
-        is_enough = sum(choice.is_fp8 for choice in own) >= _MOST_CANDIDATES
-        parts = ((part, *part.choices) for part in parts_of(job))
+    def _unasked(self) -> list[Job]:
+        """Returns the jobs that were not returned before, without FP8 past the most."""
+        fp8 = Counter(job.spec for job in self._asked if _is_fp8(job))
         return [
-            part
-            for part, choice in parts
-            if choice not in own and not (is_enough and choice.is_fp8)
+            job
+            for job in self.jobs
+            if job not in self._asked
+            and not (_is_fp8(job) and fp8[job.spec] >= _MOST_CANDIDATES)
         ]
 
 
+def _is_fp8(job: Job) -> bool:
+    return job.choice is not None and job.choice.is_fp8
+
+
 def measure_into_cache(
-    jobs: Sequence[Job], seconds: float
+    jobs: Sequence[Job], seconds: float, on_demand: Iterator[Job | None] | None = None
 ) -> Iterator[tuple[Job, Table]]:
-    """Yields each job and what it measured, which is in the user's cache then."""
-    for job, entry in measure_all(jobs, _WORKERS, _quiet, seconds=seconds):
-        yield job, _into_cache(job, entry)
+    """Yields each job and what it measured, which is in the user's cache then.
 
+    Candidates that were not checked are left out there: another run may leave more
+    memory.
 
-def _into_cache(job: Job, entry: Entry) -> Table:
-    """Returns a job's measurements, which are in the user's cache then.
-
-    But for candidates that were not checked: another run may leave more memory.
+    Args:
+        on_demand: which of the jobs is next; their own order if None.
     """
-    lasting = {name: x for name, x in entry.failures.items() if x != NO_MEMORY}
-    kept = dataclasses.replace(entry, failures=lasting)
-    tables.add(cache_path(), Table(header_here(), {job.spec: kept}))
-    return Table(header_here(), {job.spec: entry})
+    workers = fitting(_WORKERS, jobs)
+    measured = measure_all(
+        on_demand or jobs, workers, lambda sentence: None, seconds=seconds
+    )
+    for job, entry in measured:
+        lasting = {name: x for name, x in entry.failures.items() if x != NO_MEMORY}
+        kept = dataclasses.replace(entry, failures=lasting)
+        tables.add(cache_path(), Table(header_here(), {job.spec: kept}))
+        yield job, Table(header_here(), {job.spec: entry})
 
 
-def parts_of(job: Job) -> Iterator[Job]:
-    """Yields a job for each candidate.
+def candidate_job(
+    spec: SiteSpec, choice: Choice, pass_name: str, *, in_chain: bool = False
+) -> Job:
+    """Returns the job of a candidate.
 
     XLA's bfloat16 is timed only: it runs in any case, and its check takes as long as
     that of another candidate.
     """
-    for part in job.split(len(job.choices)):
-        yield part._replace(is_judged=part.choices != (BF16,))
+    return Job(
+        spec, choice, passes=(pass_name,), in_chain=in_chain, is_judged=choice != BF16
+    )
 
 
 def jobs_worth_measuring(
     sites: Sequence[Site], performance: PerformanceModel
 ) -> list[Job]:
-    """Returns a job for each site that is not known, what may cost most first."""
+    """Returns the candidates to measure, those of the site that may cost most first."""
     stakes: dict[SiteSpec, float] = {}
-    jobs: dict[SiteSpec, Job] = {}
+    choices: dict[SiteSpec, tuple[Choice, ...]] = {}
     for site in filter(is_open, sites):
         spec = table_key(site.spec)
         estimates = performance.estimates(spec)
-        choices = worth_measuring(estimates)
-        if len(choices) < 2:
+        worth = worth_measuring(estimates)
+        if len(worth) < 2:
             continue
-        spread = max(estimates.spread(_PASS, choice) or 0.0 for choice in choices)
+        spread = max(estimates.spread(_PASS, choice) or 0.0 for choice in worth)
         us = estimates.entry.times[_PASS][BF16.name]
         stakes[spec] = stakes.get(spec, 0.0) + us * spread
-        jobs[spec] = Job(spec, choices, passes=(_PASS,), in_chain=False)
-    return sorted(jobs.values(), key=lambda job: -stakes[job.spec])
+        choices[spec] = worth
+    return [
+        candidate_job(spec, choice, _PASS)
+        for spec in sorted(stakes, key=lambda spec: -stakes[spec])
+        for choice in choices[spec]
+    ]
 
 
 def worth_measuring(estimates: Estimates) -> tuple[Choice, ...]:
@@ -194,7 +200,3 @@ def worth_measuring(estimates: Estimates) -> tuple[Choice, ...]:
     names = [name for _, name in close[:_MOST_CANDIDATES]]
     names += [name for name in spreads if not Choice.parse(name).is_fp8]
     return tuple(map(Choice.parse, dict.fromkeys([BF16.name, *names] if names else [])))
-
-
-def _quiet(sentence: str):
-    """Takes the lines of the workers, which are too many for a start."""

@@ -54,7 +54,6 @@ def verdicts_path() -> pathlib.Path:
 def _read(path: pathlib.Path) -> dict[str, str | None]:
     """Returns the verdicts in a file; none of one that is missing or damaged."""
     try:
-        found = jsonfile.as_dict(jsonfile.read(path))
+        return jsonfile.typed(jsonfile.read(path), dict[str, str | None])
     except (OSError, ValueError):
         return {}
-    return {k: v for k, v in found.items() if v is None or isinstance(v, str)}

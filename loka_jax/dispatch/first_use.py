@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from loka_jax.dispatch.at_start import measure_into_cache, parts_of
+from loka_jax.dispatch.at_start import candidate_job, measure_into_cache
 from loka_jax.dispatch.candidates import table_key
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.measuring import Job
@@ -25,19 +25,13 @@ from loka_jax.nn import Site
 from loka_jax.recipe import RECIPES, ROLES
 from loka_jax.site import BF16, Choice, SiteSpec
 
-type Plan = Callable[[PerformanceModel], DispatchPlan]
-type Measure = Callable[[Sequence[Job], float], Iterable[tuple[Job, Table]]]
-
 _DOUBT = 1.0  # spreads off its prediction at which a time may lie
 
 
 class CheckedPlan(NamedTuple):
     """A plan of which every choice but XLA's bfloat16 was checked on this device.
 
-    Attributes:
-        plan: the choices.
-        performance: by which they were made.
-        notes: sentences for the user.
+    It was made by what is known of the performance; notes are for the user.
     """
 
     plan: DispatchPlan
@@ -46,20 +40,17 @@ class CheckedPlan(NamedTuple):
 
 
 def check_plan(
-    make_plan: Plan,
+    make_plan: Callable[[PerformanceModel], DispatchPlan],
     sites: Sequence[Site],
     performance: PerformanceModel,
     seconds: float,
     say: Callable[[str], None] = print,
     *,
     pass_name: str = "training",
-    measure: Measure = measure_into_cache,
 ) -> CheckedPlan:
-    """Returns a plan without choices that were never checked.
+    """Returns a plan for a pass, without choices that were never checked.
 
-    Args:
-        seconds: the budget; a check under way is ended with it.
-        pass_name: the pass that the plan is for, "training" or "inference".
+    When the budget of seconds is spent, a check under way is ended.
     """
     plan, left = make_plan(performance), seconds
     while left > 0:
@@ -71,7 +62,9 @@ def check_plan(
             f"{left:.0f} seconds at most."
         )
         start = time.monotonic()
-        performance = _with_measured(performance, measure(jobs, left))
+        for _, measured in measure_into_cache(jobs, left):
+            table = performance.table.merged(measured)
+            performance = performance.with_table(table)
         left -= time.monotonic() - start
         plan = make_plan(performance)
     given_up: set[SiteSpec] = set()
@@ -79,9 +72,22 @@ def check_plan(
         performance = _without(jobs, performance, seconds)
         given_up |= {job.spec for job in jobs}
         plan = make_plan(performance)
-    notes = _late(len(given_up), seconds) if given_up else ()
-    if count := _without_memory(sites, performance):
-        notes += _too_large(count)
+    entries = [performance.estimates(site.spec).entry for site in sites]
+    too_large = sum(NO_MEMORY in entry.failures.values() for entry in entries)
+    notes = ()
+    if given_up:
+        notes += (
+            f"Kernels of {len(given_up)} sites were not checked within {seconds:g} "
+            "seconds and do not run: --dispatch.check-seconds allows more, and what "
+            "was checked is kept.",
+        )
+    if too_large:
+        notes += (
+            f"Kernels of {too_large} sites were not checked, as the GPU had too little "
+            "memory left beside this run, and do not run: "
+            "XLA_PYTHON_CLIENT_PREALLOCATE=false in the environment leaves more, and "
+            "so do fewer examples a batch.",
+        )
     return CheckedPlan(plan, performance, notes)
 
 
@@ -110,11 +116,7 @@ def without_errors(
 def sites_us(
     plan: DispatchPlan, sites: Sequence[Site], performance: PerformanceModel
 ) -> float:
-    """Returns the microseconds of all sites of a plan in a training step.
-
-    Args:
-        sites: of the model; those without a time are left out.
-    """
+    """Returns the microseconds of a plan's sites, as far as known, in a step."""
     us, decisions = 0.0, dict(plan.decisions)
     for site in sites:
         times = performance.estimates(site.spec).entry.times.get("training", {})
@@ -143,25 +145,13 @@ def unchecked(
         estimates = performance.estimates(spec)
         if choice == BF16 or estimates.spread(pass_name, choice) is None:
             continue
-        in_chain = path in chained and choice.provider == "pallas"
-        chains[spec, choice] = in_chain or chains.get((spec, choice), False)
+        chains[spec, choice] = path in chained or chains.get((spec, choice), False)
         if estimates.spread(pass_name, BF16) is not None:
             chains[spec, BF16] = False
-    jobs = (
-        Job(spec, (choice,), passes=(pass_name,), in_chain=in_chain)
+    return [
+        candidate_job(spec, choice, pass_name, in_chain=in_chain)
         for (spec, choice), in_chain in chains.items()
-    )
-    return [part for job in jobs for part in parts_of(job)]
-
-
-def _with_measured(
-    performance: PerformanceModel, measured: Iterable[tuple[Job, Table]]
-) -> PerformanceModel:
-    """Returns what is known after some jobs."""
-    table = performance.table
-    for _, times in measured:
-        table = table.merged(times)
-    return performance.with_table(table)
+    ]
 
 
 def _without(
@@ -169,29 +159,8 @@ def _without(
 ) -> PerformanceModel:
     """Returns what is known, without the candidates of some jobs."""
     table, why = performance.table, f"was not checked within {seconds:g} seconds"
-    for spec, (choice,), *_ in jobs:
-        if choice != BF16:
+    for spec, choice, *_ in jobs:
+        if choice not in (None, BF16):
             entry = Entry(failures={choice.name: why})
             table = table.merged(Table(header_here(), {spec: entry}))
     return performance.with_table(table)
-
-
-def _without_memory(sites: Sequence[Site], performance: PerformanceModel) -> int:
-    """Returns at how many sites a candidate was not checked for want of memory."""
-    entries = (performance.estimates(table_key(site.spec)).entry for site in sites)
-    return sum(NO_MEMORY in entry.failures.values() for entry in entries)
-
-
-def _too_large(count: int) -> tuple[str, ...]:
-    return (
-        f"Kernels of {count} sites were not checked, as the GPU had too little memory "
-        "left beside this run, and do not run: XLA_PYTHON_CLIENT_PREALLOCATE=false in "
-        "the environment leaves more, and so do fewer examples a batch.",
-    )
-
-
-def _late(count: int, seconds: float) -> tuple[str, ...]:
-    return (
-        f"Kernels of {count} sites were not checked within {seconds:g} seconds and do "
-        "not run: --dispatch.check-seconds allows more, and what was checked is kept.",
-    )

@@ -19,10 +19,10 @@ from loka_jax.cache_folder import cache_folder
 from loka_jax.commands import as_commands
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.candidates import why_no_fp8
-from loka_jax.dispatch.header import Header, header_here
+from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.performance import PerformanceModel
-from loka_jax.dispatch.table import BadTable, Table
-from loka_jax.measure.roofline import Roofline, measure_roofline
+from loka_jax.dispatch.table import Table
+from loka_jax.measure.roofline import measure_roofline
 from loka_jax.ops.device import local_device
 
 _SHIPPED = pathlib.Path(tables.__file__).parent / "tables"
@@ -31,12 +31,7 @@ _FITTED_DEVICE = "NVIDIA H200"  # whose times stand for those of devices without
 
 
 class Local(NamedTuple):
-    """What is known here.
-
-    Attributes:
-        performance: None on a CPU, and on a GPU without FP8.
-        notes: sentences for the user.
-    """
+    """What is known here, nothing without a GPU with FP8; and notes for the user."""
 
     performance: PerformanceModel | None
     notes: tuple[str, ...] = ()
@@ -63,12 +58,12 @@ def local_performance() -> Local:
             f"{missing} for {device.device_kind}: times are predicted from those of an "
             f"{_FITTED_DEVICE} and this device's roofline; --plan tune measures them.",
         )
-    model = PerformanceModel.of(
-        table,
-        roofline=table.roofline or _measured_roofline(),
-        fitted=fitted,
-        device=local_device(),
-    )
+    roofline = table.roofline
+    if roofline is None:
+        roofline = measure_roofline()
+        tables.add(cache_path(), Table(header_here(), {}, roofline))
+    device = local_device()
+    model = PerformanceModel.of(table, roofline=roofline, fitted=fitted, device=device)
     return Local(model, notes)
 
 
@@ -121,24 +116,16 @@ def _shipped(device_kind: str) -> tuple[Table | None, tuple[str, ...]]:
     path = shipped_path(device_kind)
     if not path.is_file():
         return None, ()
-    try:
-        table = tables.read(path)
-    except BadTable as error:
-        return None, (f"The shipped dispatch table is ignored: {error}",)
-    here = header_here()
+    table, here, notes = tables.read(path), header_here(), ()
     reason = table.header.why_not(here)
     if reason is not None:
         return None, (f"The shipped dispatch table is ignored, because {reason}.",)
-    return Table(here, table.sites, table.roofline), _patch_notes(table.header, here)
-
-
-def _patch_notes(measured: Header, here: Header) -> tuple[str, ...]:
-    if not (patches := measured.patches(here)):
-        return ()
-    return (
-        f"The shipped dispatch table was measured with {'; '.join(patches)}: patch "
-        "versions, so its times are taken to hold.",
-    )
+    if patches := table.header.patches(here):
+        notes = (
+            f"The shipped dispatch table was measured with {'; '.join(patches)}: patch "
+            "versions, so its times are taken to hold.",
+        )
+    return Table(here, table.sites, table.roofline), notes
 
 
 def _cached() -> tuple[Table, tuple[str, ...]]:
@@ -148,16 +135,9 @@ def _cached() -> tuple[Table, tuple[str, ...]]:
         return Table(header), ()
     try:
         return tables.read(path), ()
-    except BadTable as error:
+    except ValueError as error:
         path.unlink(missing_ok=True)
         return Table(header), (f"Earlier measurements were removed: {error}",)
-
-
-def _measured_roofline() -> Roofline:
-    """Returns this device's roofline, and keeps it in the cache."""
-    roofline = measure_roofline()
-    tables.add(cache_path(), Table(header_here(), {}, roofline))
-    return roofline
 
 
 def _slug(device_kind: str) -> str:

@@ -1,4 +1,4 @@
-"""Measures candidates at one site, in this process.
+"""Measures a candidate at one site, in this process.
 
 right    the whole site, forward and backward, against the float32 product of the same
          quantized operands: see `measure.checking`
@@ -12,49 +12,44 @@ takes times. Times are taken alone.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from loka_jax.dispatch.table import MEASURES, Entry, RoleErrors
-from loka_jax.measure.check_operands import Trial
-from loka_jax.measure.checking import Check, lower_check
-from loka_jax.measure.compiling import Lowered, compile_lowered, leaves
+from loka_jax.measure.checking import lower_check
+from loka_jax.measure.compiling import compile_lowered
 from loka_jax.measure.intervals import Interval
-from loka_jax.measure.programs import chain_forms, form_spec, num_rotated
+from loka_jax.measure.programs import chain_forms, form_spec, num_rotated, operand_sets
 from loka_jax.measure.site_errors import site_errors
 from loka_jax.measure.timing import Case, time_kernels
-from loka_jax.ops.device import local_device
-from loka_jax.ops.plan import resolve
 from loka_jax.probe.sampling import draw_learned, draw_normal
 from loka_jax.probe.site import SiteStats
 from loka_jax.recipe import RECIPES
 from loka_jax.site import Choice, SiteSpec
-from loka_jax.terminal import one_line
+
+# Turns on the GPU: in one of the first kind other processes may compile, and none takes
+# times; in one of the second no other process uses the GPU.
+TOGETHER, ALONE = "together", "alone"
 
 _FP8_RECIPES = tuple(name for name in RECIPES if name.startswith("fp8"))
-_MAX_CHAINED = 3
 # Float32 arrays of the size of the largest operand, at once.
 _HELD, _HELD_UNJUDGED = 40, 12
 
-type _Times = dict[str, dict[str, float]]
-type _Begin = Callable[[str], None]
+type Turn = Callable[[str], AbstractContextManager]
 
 
 class Job(NamedTuple):
-    """A site to measure.
+    """A candidate to check and to time at a site, or errors to measure there.
 
     Attributes:
-        spec: the site.
-        choices: candidates to time; empty to measure errors only.
-        stats: Probe's statistics of the operands; None for N(0, 1).
-        source: name of the operands in the table.
-        pairs: draws for the errors; 0 to measure none.
+        choice: the candidate; None to measure errors.
+        stats: Probe's statistics of the operands of the errors; None for N(0, 1).
+        source: name of these operands in the table.
+        pairs: draws for the errors.
         rows: most rows of these draws.
-        seed: of all draws.
-        is_serial: compile one program after another, to find the one that crashes.
         passes: to time, "training" and "inference".
         in_chain: whether to time the passes as parts of a chain, too.
         is_judged: compare results with the reference; False for candidates that were
@@ -62,25 +57,19 @@ class Job(NamedTuple):
     """
 
     spec: SiteSpec
-    choices: tuple[Choice, ...]
+    choice: Choice | None
     stats: SiteStats | None = None
-    source: str = "N(0, 1)"
+    source: str = ""
     pairs: int = 0
     rows: int = 0
-    seed: int = 0
-    is_serial: bool = False
     passes: tuple[str, ...] = ("training", "inference")
-    in_chain: bool = True
+    in_chain: bool = False
     is_judged: bool = True
 
-    def split(self, parts: int) -> list["Job"]:
-        """Returns jobs that together measure the same, for several processes.
-
-        The candidates are dealt out; the first job measures the errors.
-        """
-        parts = max(1, min(parts, len(self.choices)))
-        jobs = [self._replace(choices=self.choices[i::parts]) for i in range(parts)]
-        return [jobs[0], *(job._replace(pairs=0) for job in jobs[1:])]
+    def __str__(self) -> str:
+        """Returns the site and what is measured there."""
+        what = f"errors, {self.source}" if self.choice is None else self.choice.name
+        return f"{self.spec}: {what}"
 
 
 def bytes_needed(job: Job) -> int:
@@ -94,100 +83,49 @@ def bytes_needed(job: Job) -> int:
     return 4 * held * max(m * k, m * n, k * n)
 
 
-class GpuUse(NamedTuple):
-    """Contexts that share the GPU between processes.
-
-    Attributes:
-        together: other processes may compile, and none takes times.
-        alone: no other process uses the GPU.
-    """
-
-    together: Callable[[], AbstractContextManager]
-    alone: Callable[[], AbstractContextManager]
-
-
-class _Candidate(NamedTuple):
-    """A candidate, alone or in a chain.
-
-    Attributes:
-        choice: of provider and recipe.
-        checks: its programs by form of chain, "" alone. The last form is checked.
-    """
-
-    choice: Choice
-    checks: Mapping[str, Check]
-
-    @property
-    def checked(self) -> str:
-        """The form that is checked."""
-        return list(self.checks)[-1]
-
-    def programs(self, job: Job) -> dict[str, Lowered]:
-        """Returns the lowered programs to compile, by their names.
-
-        Only those that are timed are tuned.
-        """
-        return {
-            self.name(form, name): x if name in job.passes else x.untuned()
-            for form, check in self.checks.items()
-            for name, x in check.programs.items()
-            if name != "judge" or (job.is_judged and form == self.checked)
-        }
-
-    def compiled(self, form: str, programs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the compiled programs of a form, by their names in a check."""
-        return {
-            name: programs[self.name(form, name)]
-            for name in self.checks[form].programs
-            if self.name(form, name) in programs
-        }
-
-    def name(self, form: str, program: str) -> str:
-        """Returns the name of a program among those of all candidates."""
-        return f"{program} {form}:{self.choice.name}"
+def measure_site(job: Job, turn: Turn) -> Entry:
+    """Returns the measurements of a job: errors, or times, or why there are none."""
+    if job.choice is None:
+        with turn(TOGETHER):
+            return Entry(errors={job.source: measure_errors(job)})
+    chained = chain_forms(job.spec, job.choice) if job.in_chain else ()
+    times: dict[str, dict[str, float]] = {}
+    for form in ("", *chained):
+        # The last form of a chain has all that the others do.
+        is_judged = job.is_judged and form in ("", *chained[-1:])
+        found = _measure_form(job, job.choice, form, turn, is_judged=is_judged)
+        if isinstance(found, str):
+            reason = f"{found}, in chains" if form else found
+            return Entry(failures={job.choice.name: reason})
+        for pass_name, us in found.items():
+            times[f"{pass_name} {form}".strip()] = {job.choice.name: us}
+    return Entry(times)
 
 
-def measure_site(job: Job, begin: _Begin, gpu: GpuUse) -> Entry:
-    """Returns the measurements of a site.
-
-    Args:
-        begin: called with the name of the candidate that runs next, "" for several at a
-            time: the last name is known if a candidate ends the process.
-    """
-    begin("")
-    with gpu.together():
-        errors = {job.source: measure_errors(job)} if job.pairs else {}
-    if not job.choices:
-        return Entry(errors=errors)
-    failures: dict[str, str] = {}
-    candidates = []
-    for choice in job.choices:
-        why_not = resolve(job.spec, choice, local_device()).why_not
-        if why_not is not None:
-            failures[choice.name] = f"does not run: {why_not}"
-            continue
-        if job.is_serial:
-            begin(choice.name)
-        candidates.append(_candidate(job.spec, choice, ("",)))
-    times = _measure(candidates, failures, job, begin, gpu)
-    if job.in_chain:
-        chained = [
-            _candidate(job.spec, choice, chain_forms(job.spec, choice))
-            for choice in _fastest_kernels(times)
-        ]
-        times |= _measure(chained, failures, job, begin, gpu)
-    times = {
-        pass_name: {name: us for name, us in by_name.items() if name not in failures}
-        for pass_name, by_name in times.items()
+def _measure_form(
+    job: Job, choice: Choice, form: str, turn: Turn, *, is_judged: bool
+) -> dict[str, float] | str:
+    """Returns microseconds by pass, or why a form of a candidate cannot be timed."""
+    check = lower_check(form_spec(job.spec, form), choice)
+    # Only what is timed is tuned.
+    lowered = {
+        name: program if name in job.passes else program.untuned()
+        for name, program in check.programs.items()
+        if is_judged or name != "judge"
     }
-    return Entry(times, errors, failures)
-
-
-def _candidate(spec: SiteSpec, choice: Choice, forms: Sequence[str]) -> _Candidate:
-    """Returns a candidate in some forms of chain, lowered."""
-    return _Candidate(
-        choice, {form: lower_check(form_spec(spec, form), choice) for form in forms}
-    )
+    tuned = {name: x for name, x in lowered.items() if x.is_tuned}
+    compiled = compile_lowered({n: x for n, x in lowered.items() if n not in tuned})
+    with turn(TOGETHER):
+        compiled |= compile_lowered(tuned)
+        ask = check.why_wrong if is_judged else check.why_not_compiled
+        if (reason := ask(compiled)) is not None:
+            return reason
+    # Only times need the GPU alone: nothing else may wait for one process at a time.
+    with turn(ALONE):
+        arguments = operand_sets(compiled, num_rotated(job.spec))
+        cases = {name: Case(compiled[name], arguments[name]) for name in job.passes}
+        times = time_kernels(cases)
+    return {name: round(time.median_us, 2) for name, time in times.items()}
 
 
 def measure_errors(job: Job) -> RoleErrors:
@@ -198,7 +136,7 @@ def measure_errors(job: Job) -> RoleErrors:
         draw = functools.partial(draw_normal, sizes=sizes)
     else:
         draw = functools.partial(draw_learned, stats=job.stats, rows=rows)
-    keys = jax.random.split(jax.random.key(job.seed), job.pairs)
+    keys = jax.random.split(jax.random.key(0), job.pairs)
     by_role = site_errors(job.spec, {"drawn": (draw, keys)}, _FP8_RECIPES)
     found: RoleErrors = {}
     for role, candidates in by_role.items():
@@ -215,131 +153,3 @@ def measure_errors(job: Job) -> RoleErrors:
 def _rounded(interval: Interval) -> Interval:
     """Returns an interval with four digits, so that the table can be read."""
     return Interval(*(float(f"{value:.4g}") for value in interval))
-
-
-def _measure(
-    candidates: Sequence[_Candidate],
-    failures: dict[str, str],
-    job: Job,
-    begin: _Begin,
-    gpu: GpuUse,
-) -> _Times:
-    """Returns the times of candidates that are right; adds the others to `failures`.
-
-    Args:
-        failures: why a candidate does not compile, or what is wrong with it, by name.
-    """
-    right = []
-    lowered = {x.choice.name: x.programs(job) for x in candidates}
-    compiled = _compile(lowered, job, begin, is_tuned=False)
-    with gpu.together():
-        compiled |= _compile(lowered, job, begin, is_tuned=True)
-        for candidate in candidates:
-            name = candidate.choice.name
-            begin(name)
-            reason = _why_failed(candidate, compiled, job)
-            if reason is None:
-                right.append(candidate)
-            else:
-                failures[name] = reason
-    if not right:
-        return {}
-    # Only times need the GPU alone: nothing else may wait for one process at a time.
-    with gpu.alone():
-        begin("")
-        return _time(right, compiled, job)
-
-
-def _compile(
-    lowered: Mapping[str, Mapping[str, Lowered]],
-    job: Job,
-    begin: _Begin,
-    *,
-    is_tuned: bool,
-) -> dict[str, Any]:
-    """Returns compiled programs, or why one does not compile, by their names.
-
-    Args:
-        is_tuned: compile the programs that are tuned; else the others, without a GPU.
-    """
-    own = {
-        choice_name: {n: x for n, x in programs.items() if x.is_tuned == is_tuned}
-        for choice_name, programs in lowered.items()
-    }
-    if not job.is_serial:
-        begin("")
-        return compile_lowered({n: x for some in own.values() for n, x in some.items()})
-    compiled: dict[str, Any] = {}
-    for choice_name, programs in own.items():
-        begin(choice_name)
-        compiled |= compile_lowered(programs)
-    return compiled
-
-
-def _why_failed(
-    candidate: _Candidate, compiled: Mapping[str, Any], job: Job
-) -> str | None:
-    """Returns why a candidate cannot be timed, or what is wrong with it; else None."""
-    suffix = ", in chains" if candidate.checked else ""
-    for form, check in candidate.checks.items():
-        if check.refusal is not None:
-            return f"{check.refusal}{suffix}"
-        programs = candidate.compiled(form, compiled)
-        for name in job.passes:
-            if isinstance(programs[name], Exception):
-                return f"does not compile: {one_line(programs[name])}{suffix}"
-    if not job.is_judged:
-        return None
-    form = candidate.checked
-    reason = candidate.checks[form].why_wrong(candidate.compiled(form, compiled))
-    return None if reason is None else f"{reason}{suffix}"
-
-
-def _time(
-    candidates: Sequence[_Candidate], compiled: Mapping[str, Any], job: Job
-) -> _Times:
-    """Returns microseconds by pass and candidate."""
-    cases: dict[Any, Case] = {}
-    programs: dict[tuple[str, str], Any] = {}
-    drawn: dict[Any, list[Trial]] = {}
-    for candidate in candidates:
-        for form, check in candidate.checks.items():
-            own = candidate.compiled(form, compiled)
-            # Candidates with equal draws share the operands, which are large.
-            if own["draw"] not in drawn:
-                drawn[own["draw"]] = check.draw(own, num_rotated(job.spec))
-            arguments = _arguments(check, own, drawn[own["draw"]])
-            for name in job.passes:
-                cases.setdefault(own[name], Case(own[name], arguments[name]))
-                programs[f"{name} {form}".strip(), candidate.choice.name] = own[name]
-    times, by_pass = time_kernels(cases) if cases else {}, {}
-    for (pass_name, choice_name), program in programs.items():
-        us = round(times[program].median_us, 2)
-        by_pass.setdefault(pass_name, {})[choice_name] = us
-    return by_pass
-
-
-def _arguments(
-    check: Check, compiled: Mapping[str, Any], trials: Sequence[Trial]
-) -> dict[str, list[tuple]]:
-    """Returns what the compiled passes take, for each set of operands."""
-    sets = check.inputs(compiled, trials)
-    weights, lhs = sets[0].split()
-    ready = compiled["prepare"](*leaves((weights, *lhs)))
-    pairs = zip(sets, trials, strict=True)
-    return {
-        "training": [leaves((inputs, trial.g)) for inputs, trial in pairs],
-        "inference": [leaves((ready, *inputs.split()[1])) for inputs in sets],
-    }
-
-
-def _fastest_kernels(times: _Times) -> list[Choice]:
-    """Returns the candidates to time in chains: kernels that differ in forward cast."""
-    training_times = times.get("training", {})
-    chained: list[Choice] = []
-    for name in sorted(training_times, key=lambda name: training_times[name]):
-        choice = Choice.parse(name)
-        is_new = all(other.recipe.fwd != choice.recipe.fwd for other in chained)
-        if choice.provider == "pallas" and is_new:
-            chained.append(choice)
-    return chained[:_MAX_CHAINED]

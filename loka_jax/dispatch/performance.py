@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,7 +66,7 @@ class _Fit(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fits:
-    """What predictions are made by; each part is fitted when it is needed first.
+    """What predictions are made by, fitted when it is needed first.
 
     Attributes:
         table: measurements of this or another device; without its roofline nothing is
@@ -74,37 +74,35 @@ class Fits:
     """
 
     table: Table
-    _fits: dict[tuple[str, str], _Fit | None] = dataclasses.field(
-        default_factory=dict, init=False, repr=False
-    )
 
-    def fit(self, provider: str, pass_name: str) -> _Fit | None:
-        """Returns the fit of a provider; None without enough measurements."""
-        key = provider, pass_name
-        if key not in self._fits:
-            self._fits[key] = self._fitted(provider, pass_name)
-        return self._fits[key]
+    @functools.cached_property
+    def fit(self) -> Callable[[str, str], _Fit | None]:
+        """Returns the fit of a provider and a pass; None without enough measurements.
 
-    def _fitted(self, provider: str, pass_name: str) -> _Fit | None:
-        roofline, by_name = self.table.roofline, collections.defaultdict(list)
+        A function, which takes a second for each at its first call.
+        """
+        return functools.cache(self._fit)
+
+    def _fit(self, provider: str, pass_name: str) -> _Fit | None:
+        by_name = collections.defaultdict(list)
         for spec, entry in self.table.sites.items():
             for name, us in entry.times.get(pass_name, {}).items():
                 if name.partition(" ")[0] == provider:
                     by_name[name].append((spec, us))
         enough = {x: y for x, y in by_name.items() if len(y) >= LEAST_POINTS}
-        if roofline is None or not enough:
+        if self.table.roofline is None or not enough:
             return None
+        kinds = {name: kind for kind, name in enumerate(enough)}
         choices = [Choice.parse(name) for name in enough]
-        problems, kinds, times = [], [], []
-        for kind, measured in enumerate(enough.values()):
-            problems += [(spec, choices[kind]) for spec, _ in measured]
-            kinds += [kind] * len(measured)
-            times += [us for _, us in measured]
+        measured = [
+            (spec, choice, us) for choice in choices for spec, us in enough[choice.name]
+        ]
+        problems = [(spec, choice) for spec, choice, _ in measured]
+        times = np.array([us for *_, us in measured])
         roles = roles_of(pass_name)
         alike = np.array([[_alike(a, b, roles) for b in choices] for a in choices])
-        points = _points(problems, pass_name, roofline, np.array(kinds))
-        regression = fit(points, np.array(times), alike)
-        return _Fit(regression, {name: kind for kind, name in enumerate(enough)})
+        points = _points(problems, pass_name, self.table.roofline, kinds)
+        return _Fit(fit(points, times, alike), kinds)
 
     @functools.cached_property
     def differences(self) -> dict[tuple, np.ndarray]:
@@ -132,9 +130,7 @@ class PerformanceModel:
 
     Attributes:
         table: measurements on this device.
-        fits: by which times are predicted.
         roofline: of this device; None without predictions.
-        device: that candidates are planned for.
         doubt: spreads off its prediction at which a time is given.
         predicts: whether candidates are predicted.
     """
@@ -145,12 +141,6 @@ class PerformanceModel:
     device: Device = HOPPER
     doubt: float = 0.0
     predicts: bool = True
-    _fits_here: dict[tuple[str, str], _Fit | None] = dataclasses.field(
-        default_factory=dict, init=False, repr=False
-    )
-    _estimates: dict[SiteSpec, Estimates] = dataclasses.field(
-        default_factory=dict, init=False, repr=False
-    )
 
     @classmethod
     def of(
@@ -164,11 +154,9 @@ class PerformanceModel:
         """Returns the model of measurements on this device.
 
         Args:
-            table: the measurements.
-            roofline: of this device; that of `fitted` if None.
+            roofline: that of `fitted` if None.
             fitted: measurements that predictions are fitted on, of this or another
                 device; `table` if None.
-            device: that candidates are planned for.
         """
         fits = Fits(table if fitted is None else fitted)
         return cls(table, fits, roofline or fits.table.roofline, device)
@@ -191,10 +179,7 @@ class PerformanceModel:
 
     def estimates(self, spec: SiteSpec) -> Estimates:
         """Returns the times and errors at a site, for exactly its number of rows."""
-        key = table_key(spec)
-        if key not in self._estimates:
-            self._estimates[key] = self._estimated(key)
-        return self._estimates[key]
+        return self._estimates(table_key(spec))
 
     def predictions(
         self, spec: SiteSpec, choices: Sequence[Choice], pass_name: str
@@ -209,15 +194,18 @@ class PerformanceModel:
             if found is None or self.roofline is None:
                 continue
             served = [choice for choice in choices if choice.name in found.kinds]
-            if served:
-                points = self._points_here(
-                    found, [(spec, x) for x in served], pass_name
-                )
-                times = found.regression.predict(points)
-                for choice, (us, spread) in zip(served, times, strict=True):
-                    least = least_us(spec, choice, pass_name, self.roofline)
-                    predicted[choice.name] = Prediction(max(us, least), spread)
+            if not served:
+                continue
+            points = self._points_here(found, [(spec, x) for x in served], pass_name)
+            times = found.regression.predict(points)
+            for choice, (us, spread) in zip(served, times, strict=True):
+                least = least_us(spec, choice, pass_name, self.roofline)
+                predicted[choice.name] = Prediction(max(us, least), spread)
         return predicted
+
+    @functools.cached_property
+    def _estimates(self) -> Callable[[SiteSpec], Estimates]:
+        return functools.cache(self._estimated)
 
     def _estimated(self, spec: SiteSpec) -> Estimates:
         measured = self.table.sites.get(spec, Entry())
@@ -240,20 +228,16 @@ class PerformanceModel:
             missing = [choice for choice in choices if choice.name not in known]
             alone = {name: Prediction(us, 0.0) for name, us in known.items()}
             alone |= self.predictions(spec, missing, pass_name)
-            for choice in choices:
-                if choice.name not in alone:
-                    continue
+            for choice in (choice for choice in choices if choice.name in alone):
                 by_form = self._by_form(spec, choice, pass_name, alone[choice.name])
                 for name, time in by_form:
                     if choice.name not in measured.times.get(name, {}):
                         add(name, choice, time)
-        entry = dataclasses.replace(
-            measured,
-            times=times,
-            errors=_at_any_rows(self.table, spec, "errors"),
-            effects=_at_any_rows(self.table, spec, "effects"),
-            refused=_at_any_rows(self.table, spec, "refused"),
-        )
+        any_rows = {
+            name: _at_any_rows(self.table, spec, name)
+            for name in ("errors", "effects", "refused")
+        }
+        entry = dataclasses.replace(measured, times=times, **any_rows)
         return Estimates(entry, spreads)
 
     def _by_form(
@@ -270,15 +254,15 @@ class PerformanceModel:
                 us = alone.us + float(_traffic(spec, self.roofline) @ factors)
                 yield name, Prediction(max(us, alone.us / 2), alone.spread)
 
-    def _fit_here(self, provider: str, pass_name: str) -> _Fit | None:
+    @functools.cached_property
+    def _fit_here(self) -> Callable[[str, str], _Fit | None]:
         """Returns the fit of a provider that knows what was measured here, too."""
-        key = provider, pass_name
-        if key not in self._fits_here:
-            found = self.fits.fit(provider, pass_name)
-            self._fits_here[key] = found and self._given_here(found, pass_name)
-        return self._fits_here[key]
+        return functools.cache(self._given_here)
 
-    def _given_here(self, found: _Fit, pass_name: str) -> _Fit:
+    def _given_here(self, provider: str, pass_name: str) -> _Fit | None:
+        found = self.fits.fit(provider, pass_name)
+        if found is None:
+            return None
         problems, times = [], []
         for spec, entry in self.table.sites.items():
             fitted = self.fits.table.sites.get(spec, Entry()).times.get(pass_name, {})
@@ -289,33 +273,31 @@ class PerformanceModel:
         if not problems:
             return found
         points = self._points_here(found, problems, pass_name)
-        return found._replace(
-            regression=found.regression.given(points, np.array(times))
-        )
+        regression = found.regression.given(points, np.array(times))
+        return found._replace(regression=regression)
 
     def _points_here(
         self, found: _Fit, problems: Sequence[tuple[SiteSpec, Choice]], pass_name: str
     ) -> Points:
         """Returns candidates of a provider at sites, on this device."""
         assert self.roofline is not None
-        kinds = np.array([found.kinds[choice.name] for _, choice in problems])
         is_other = self.roofline != self.fits.table.roofline
-        return _points(problems, pass_name, self.roofline, kinds, is_other=is_other)
+        return _points(problems, pass_name, self.roofline, found.kinds, is_other)
 
 
 def _points(
     problems: Sequence[tuple[SiteSpec, Choice]],
     pass_name: str,
     roofline: Roofline,
-    kinds: np.ndarray,
-    *,
+    kinds: Mapping[str, int],
     is_other: bool = False,
 ) -> Points:
     """Returns candidates of a provider at sites, on a device with this roofline."""
-    works = [work(spec, choice, pass_name, roofline) for spec, choice in problems]
-    places = [place(spec, choice) for spec, choice in problems]
     return Points(
-        np.stack(works), np.stack(places), kinds, np.full(len(kinds), is_other)
+        np.stack([work(*problem, pass_name, roofline) for problem in problems]),
+        np.stack([place(*problem) for problem in problems]),
+        np.array([kinds[choice.name] for _, choice in problems]),
+        np.full(len(problems), is_other),
     )
 
 

@@ -9,7 +9,7 @@
 
 References:
     LoKA, arXiv 2605.10886, section on Dispatch. The paper's MERE < 0.2 is met by hardly
-    any product of zero mean in FP8, so it is no default limit.
+    any product of zero mean in FP8, so it is no limit here.
 """
 
 import dataclasses
@@ -38,8 +38,6 @@ class Limits:
         healthy: largest relative L2 error, in multiples of 0.037, that of a product in
             E4M3 on Gaussian operands.
         worst_row: largest relative L2 error of a row, likewise.
-        mere: largest mean element-wise relative error; None for no such limit. The
-            paper names 0.2, which hardly any product of zero mean meets in FP8.
         loss: largest relative rise of the loss that FP8 causes, at the upper end of its
             interval: of the effects measured site by site, added up, and in tuning that
             of the whole plan.
@@ -50,7 +48,6 @@ class Limits:
 
     healthy: Annotated[float, tyro.conf.Suppress] = 1.5
     worst_row: Annotated[float, tyro.conf.Suppress] = 8.0
-    mere: Annotated[float | None, tyro.conf.Suppress] = None
     loss: float = 0.0002
     speedup: float = 1.05
     leave_xla: Annotated[float, tyro.conf.Suppress] = 1.08
@@ -59,7 +56,7 @@ class Limits:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             option = f"limits.{field.name.replace('_', '-')}"
-            require(value is None or value > 0, option, value, "positive")
+            require(value > 0, option, value, "positive")
 
 
 DEFAULT_LIMITS = Limits()
@@ -69,8 +66,6 @@ class Decision(NamedTuple):
     """The choice for a site, and its reason.
 
     Attributes:
-        choice: of provider and recipe.
-        reason: for the choice.
         speedup: over XLA's bfloat16; None if its time is unknown.
         error: the largest relative L2 of its FP8 products; None if none is in FP8.
         runner_up: the fastest other candidate and why it lost; None without another.
@@ -89,9 +84,7 @@ class Decision(NamedTuple):
 def why_unsafe(errors: Mapping[str, Interval], limits: Limits) -> str | None:
     """Returns which limit a product's errors break, or None.
 
-    Args:
-        errors: by measure. The upper ends of the intervals must be within the limits;
-            NaN never is.
+    The upper ends of the intervals must be within the limits; NaN never is.
     """
     for name, bound in bounds(limits).items():
         high = errors[name].high
@@ -124,11 +117,10 @@ def shares_of_limits(
 
 def bounds(limits: Limits) -> dict[str, float]:
     """Returns the largest errors that are within the limits, by measure."""
-    largest = {
+    return {
         "relative_l2": limits.healthy * _HEALTHY,
         "worst_row": limits.worst_row * _HEALTHY,
     }
-    return largest if limits.mere is None else largest | {"mere": limits.mere}
 
 
 class Terms(NamedTuple):
@@ -175,8 +167,11 @@ def decide(entry: Entry, limits: Limits, terms: Terms = _ALL_ROLES) -> Decision:
     lost: list[tuple[Choice, str]] = []
     chosen = bf16
     for choice in ranked:
-        reason = terms.why_not(choice) or why_inaccurate(choice, entry, limits, terms)
-        reason = reason or _why_slow(choice, bf16, times, limits, terms)
+        reason = (
+            terms.why_not(choice)
+            or why_inaccurate(choice, entry, limits, terms)
+            or _why_slow(choice, bf16, times, limits, terms)
+        )
         if reason is None:
             chosen = choice
             break
@@ -241,9 +236,9 @@ def largest_error(choice: Choice, entry: Entry, terms: Terms) -> float | None:
 
 def _why_slow(choice: Choice, bf16: Choice, times, limits: Limits, terms: Terms):
     """Returns why a candidate is not fast enough, or None."""
+    if choice == bf16:
+        return None
     if not _multiplies_in_fp8(choice, terms):
-        if choice == bf16:
-            return None
         return "not faster than bfloat16 by XLA by enough"
     speedup = times[bf16.name] / times[choice.name]
     if speedup < limits.speedup:
@@ -275,14 +270,14 @@ def _errors_of(
     entry: Entry, terms: Terms, role: Role, gemm: GemmRecipe
 ) -> list[Errors]:
     """Returns the errors of a product with these casts, by each source that counts."""
-    sources: list[RoleErrors] = list(entry.errors.values())
+    by_source = entry.errors
     if terms.errors is not None:
-        sources = [terms.errors]
+        by_source = {terms.source: terms.errors}
     elif terms.source in entry.errors:
-        sources = [entry.errors[terms.source]]
+        by_source = {terms.source: entry.errors[terms.source]}
     return [
         measures
-        for errors in sources
+        for errors in by_source.values()
         for name, measures in errors.get(role, {}).items()
         if get_recipe(name).gemm(role) == gemm
     ]
@@ -312,8 +307,6 @@ def why_harmful(effect: Interval, limit: float, examples: int | None = None):
     the interval over what is left of the limit.
 
     Args:
-        effect: the rise.
-        limit: on it.
         examples: from which it was measured; None if that is not known.
     """
     if effect.high <= limit:

@@ -1,88 +1,77 @@
-"""Hands jobs to worker processes, and finds the candidate that ended a process.
+"""Hands jobs to worker processes, so that a crash costs one candidate only.
 
 Several workers lower and compile at a time, which is most of the work; they take times
-one after another, while no worker compiles.
+one after another, while no worker compiles. A worker takes jobs from a connection and
+answers with their measurements; it says when it waits for its turn on the GPU, and when
+it has it.
 """
 
 import contextlib
-import functools
+import fcntl
 import math
 import multiprocessing
 import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from multiprocessing.connection import Connection
 
 import jax
 
-from loka_jax.dispatch.measuring import Job, bytes_needed
+from loka_jax.dispatch.measuring import ALONE, Job, bytes_needed, measure_site
 from loka_jax.dispatch.table import Entry
-from loka_jax.dispatch.worker import ALONE, APART, BEGIN, RESULT, TOGETHER
 
 _TIMEOUT_S = 600.0  # of silence, not counting waits for a turn
 _MEM_FRACTION = 0.75  # of a GPU's memory, which JAX may take
 _USED = 0.95  # of it, by all processes together
 _CONTEXT = 1 << 30  # bytes of a process beside its arrays, with room: not measured
 # Not by multiprocessing, whose processes import the main module, a script of the user.
-_COMMAND = (sys.executable, "-m", "loka_jax.dispatch.worker")
+_SERVE = "from loka_jax.dispatch.pool import serve; serve({}, {!r})"
+_WAITS, _HAS = "waits", "has"  # of a worker and its turn
 
 
 def measure_all(
-    jobs: Sequence[Job],
+    jobs: Iterable[Job | None],
     workers: int,
     say: Callable[[str], None],
     *,
     seconds: float | None = None,
 ) -> Iterator[tuple[Job, Entry]]:
-    """Yields each job and its measurements, in the order in which they finish.
+    """Yields jobs and their measurements, in the order in which they finish.
 
     Args:
-        workers, say, seconds: as in `measure_on_demand`; fewer processes run where the
-            GPU's memory does not hold more.
-    """
-    next_job = functools.partial(next, iter(jobs), None)
-    return measure_on_demand(next_job, fitting(workers, jobs), say, seconds=seconds)
-
-
-def measure_on_demand(
-    next_job: Callable[[], Job | None],
-    workers: int,
-    say: Callable[[str], None],
-    *,
-    seconds: float | None = None,
-) -> Iterator[tuple[Job, Entry]]:
-    """Yields jobs and their measurements, and chooses the next job by these.
-
-    Args:
-        next_job: returns a job, or None if there is none for now. Called when a process
-            is idle, after what finished was yielded.
+        jobs: asked for the next one when a process is idle, after what finished was
+            yielded, so that it may depend on that; None if there is none for now.
+        workers: processes, see `fitting`.
         say: takes a line on each job, and on each failure.
         seconds: after which the processes are ended, without the jobs that are left.
     """
+    jobs = iter(jobs)
     until = math.inf if seconds is None else time.monotonic() + seconds
-    turns, running = Turns(), set()
+    running: set[futures.Future] = set()
     # Threads wait for processes; each keeps one from job to job.
     with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         pool = stack.enter_context(futures.ThreadPoolExecutor(workers))
         idle: queue.Queue[Worker] = queue.Queue()
         for _ in range(workers):
-            idle.put(stack.enter_context(Worker(say, turns)))
+            idle.put(stack.enter_context(Worker(say, folder)))
 
         def measure(job: Job) -> tuple[Job, Entry]:
             worker = idle.get()
             try:
-                say(f"{job.spec} ({job.source})")
+                say(str(job))
                 return job, worker.measure(job)
             finally:
                 idle.put(worker)
 
         while True:
-            while len(running) < workers and (job := next_job()) is not None:
+            while len(running) < workers and (job := next(jobs, None)) is not None:
                 running.add(pool.submit(measure, job))
             left = min(until - time.monotonic(), threading.TIMEOUT_MAX)
             done, running = futures.wait(running, left, futures.FIRST_COMPLETED)
@@ -104,50 +93,28 @@ def fitting(workers: int, jobs: Sequence[Job]) -> int:
     return max(1, min(workers, int(left // each)))
 
 
-class Turns:
-    """Grants turns to threads; a turn alone takes precedence.
+@contextlib.contextmanager
+def gpu_turn(folder: str, kind: str) -> Iterator[None]:
+    """Waits for a turn on the GPU, and holds it, but no longer than the process lives.
 
-    No shared turn begins while a thread waits for, or has, a turn alone: it would keep
-    all that wait to take times waiting for one more compilation.
+    A turn alone takes precedence. No shared turn begins while a process waits for, or
+    has, a turn alone: it would keep all that wait to take times waiting for one more
+    compilation.
+
+    Turns are locks of two files in `folder`.
     """
-
-    def __init__(self):
-        """Begins without a turn."""
-        self._changed = threading.Condition()
-        self._together = 0  # threads with a shared turn
-        self._alone = 0  # threads that wait for a turn alone, or have it
-        self._exclusive = threading.Lock()
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Waits while a thread is, or waits to be, alone; then holds a shared turn."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._alone)
-            self._together += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._together -= 1
-                self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Waits until no other thread has a turn; then holds the only one.
-
-        A thread with a shared turn must end it first.
-        """
-        with self._changed:
-            self._alone += 1
-        try:
-            with self._exclusive:
-                with self._changed:
-                    self._changed.wait_for(lambda: not self._together)
-                yield
-        finally:
-            with self._changed:
-                self._alone -= 1
-                self._changed.notify_all()
+    with (
+        open(os.path.join(folder, "alone"), "ab") as alone,
+        open(os.path.join(folder, "gpu"), "ab") as gpu,
+    ):
+        if kind == ALONE:
+            fcntl.flock(alone, fcntl.LOCK_SH)
+            fcntl.flock(gpu, fcntl.LOCK_EX)
+        else:
+            fcntl.flock(alone, fcntl.LOCK_EX)
+            fcntl.flock(gpu, fcntl.LOCK_SH)
+            fcntl.flock(alone, fcntl.LOCK_UN)
+        yield
 
 
 class Worker:
@@ -157,15 +124,11 @@ class Worker:
     """
 
     def __init__(
-        self,
-        say: Callable[[str], None],
-        turns: Turns,
-        *,
-        timeout_s: float = _TIMEOUT_S,
+        self, say: Callable[[str], None], folder: str, *, timeout_s: float = _TIMEOUT_S
     ):
-        """Makes a worker that reports failures to `say` and shares `turns`."""
+        """Makes a worker that reports failures to `say`, with turns by `folder`."""
         self._say = say
-        self._turns = turns
+        self._folder = folder
         self._timeout_s = timeout_s
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
@@ -183,57 +146,21 @@ class Worker:
 
     def measure(self, job: Job) -> Entry:
         """Returns the measurements; a candidate that ended the worker is a failure."""
-        failures: dict[str, str] = {}
-        while True:
-            entry, last = self._try(job)
-            if entry is not None:
-                entry.failures.update(failures)
-                return entry
-            if any(choice.name == last for choice in job.choices):
-                failures[last] = "ended the process that ran it"
-                self._say(f"{job.spec}: {last} ended the process that ran it")
-                left = tuple(c for c in job.choices if c.name != last)
-                job = job._replace(choices=left)
-            elif not job.is_serial:
-                # Several were compiled at once: find the faulty one.
-                job = job._replace(is_serial=True)
-            else:
-                why = "could not be measured: the process ended before any candidate"
-                self._say(f"{job.spec}: {why}")
-                return Entry(failures=failures | {c.name: why for c in job.choices})
-
-    def _try(self, job: Job) -> tuple[Entry | None, str]:
-        """Returns the entry, or None and the last candidate if the worker ended."""
-        with contextlib.ExitStack() as turn:
-            entry, last = self._ask(job, turn)
-            if entry is None:
-                self._stop()  # before another worker takes times
-                # A worker that was ended on purpose has no faulty candidate.
-                self._require_open()
-            return entry, last
-
-    def _ask(self, job: Job, turn: contextlib.ExitStack) -> tuple[Entry | None, str]:
-        """Returns the entry and the last candidate; `turn` holds the worker's turn."""
-        grants = {
-            ALONE: self._turns.alone,
-            TOGETHER: self._turns.together,
-            APART: contextlib.nullcontext,
-        }
-        connection, last = self._started(), ""
+        connection, limit = self._started(), self._timeout_s
         # A worker that ended, or was ended, closes its side.
         with contextlib.suppress(EOFError, OSError):
             connection.send(job._replace(stats=jax.device_get(job.stats)))
-            while connection.poll(self._timeout_s):
-                kind, value = connection.recv()
-                if kind == RESULT:
-                    return value, last
-                if kind == BEGIN:
-                    last = value
-                else:
-                    turn.close()
-                    turn.enter_context(grants[kind]())
-                    connection.send("go")
-        return None, last
+            while connection.poll(limit):
+                message = connection.recv()
+                if isinstance(message, Entry):
+                    return message
+                limit = None if message == _WAITS else self._timeout_s
+        self._stop()
+        # A worker that was ended on purpose has no faulty candidate.
+        self._require_open()
+        why = "ended the process that ran it"
+        self._say(f"{job} {why}")
+        return Entry(failures={} if job.choice is None else {job.choice.name: why})
 
     def _started(self) -> Connection:
         with self._starts_or_stops:
@@ -244,7 +171,7 @@ class Worker:
             self._connection, its = multiprocessing.Pipe()
             with its:
                 self._process = subprocess.Popen(
-                    (*_COMMAND, str(its.fileno())),
+                    (sys.executable, "-c", _SERVE.format(its.fileno(), self._folder)),
                     pass_fds=[its.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # what libraries print goes to the error output
@@ -263,3 +190,19 @@ class Worker:
     def _require_open(self):
         if self._is_closed:
             raise RuntimeError("the worker was ended.")
+
+
+def serve(handle: int, folder: str):
+    """Measures jobs in a worker process until its parent ends, which ends it, too."""
+    parent = Connection(handle)
+
+    @contextlib.contextmanager
+    def turn(kind: str) -> Iterator[None]:
+        parent.send(_WAITS)
+        with gpu_turn(folder, kind):
+            parent.send(_HAS)
+            yield
+
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            parent.send(measure_site(parent.recv(), turn))

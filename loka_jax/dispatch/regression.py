@@ -37,12 +37,7 @@ _LEAST_US = 0.1
 
 
 class Prediction(NamedTuple):
-    """A predicted time.
-
-    Attributes:
-        us: microseconds, the median.
-        spread: standard deviation of the logarithm: 0.1 is about 10 %.
-    """
+    """The median of a time, and the standard deviation of its logarithm."""
 
     us: float
     spread: float
@@ -69,7 +64,6 @@ class Regression:
     """The fit of a provider's candidates in one pass.
 
     Attributes:
-        points: that were measured.
         times: `[points]`, microseconds.
         alike: `[kinds, kinds]`, correlations of g between candidates.
         factors: `[kinds, parts]` of each candidate.

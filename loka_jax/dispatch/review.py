@@ -168,7 +168,6 @@ def _part(limits: Limits, share: float) -> Limits:
         limits,
         healthy=share * limits.healthy,
         worst_row=share * limits.worst_row,
-        mere=None if limits.mere is None else share * limits.mere,
     )
 
 

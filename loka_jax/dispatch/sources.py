@@ -1,4 +1,4 @@
-"""A digest of the sources that decide how fast a site runs, and versions beside it.
+"""A digest of the sources that decide how fast a site runs.
 
 Times of a table hold as long as these sources say the same: comments, docstrings and
 layout do not count, and neither does any other module. Whoever changes what they say
@@ -6,12 +6,11 @@ measures the table again (`experiments/time_sites.py`).
 """
 
 import ast
+import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import json
 import pathlib
-import re
 
 # Patterns of files in the package: the kernels of sites with their launchers and tuned
 # settings, the casts, and what makes a site's program of them.
@@ -19,7 +18,6 @@ OF_SITES = (
     "fp8.py",
     "maxima.py",
     "normed.py",
-    "recipe.py",
     "scaling.py",
     "ops/kernel_site.py",
     "ops/kernels.py",
@@ -41,47 +39,18 @@ OF_SITES = (
     "xla/dense_norm.py",
     "xla/matmul.py",
 )
+# Recipes that tables have times of; others may be added, and change none of these.
+_RECIPES = (
+    "bf16",
+    "fp8_tensorwise",
+    "fp8_tensorwise_delayed",
+    "fp8_tensorwise_delayed_bf16_drhs",
+    "fp8_rowwise",
+    "fp8_rowwise_bf16_drhs",
+    "fp8_blockwise",
+)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _PACKAGE = pathlib.Path(__file__).parents[1]
-_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
-
-
-def version(package: str) -> str:
-    """Returns the installed version of a package; empty if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def triton_versions() -> str:
-    """Returns the versions of jax-triton and Triton; empty if one is missing."""
-    versions = version("jax-triton"), version("triton")
-    return " ".join(versions) if all(versions) else ""
-
-
-def cuda_version(platform_version: str) -> str:
-    """Returns the version of CUDA, such as 13.0; empty where there is none.
-
-    Args:
-        platform_version: of JAX's backend, such as "cuda 13000".
-    """
-    found = re.search(r"cuda (\d+)", platform_version)
-    return f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}" if found else ""
-
-
-def cublas_version() -> str:
-    """Returns the version of the package with cuBLAS; empty if no package has it."""
-    return version("nvidia-cublas") or version("nvidia-cublas-cu12")
-
-
-def driver_version(file: pathlib.Path = _DRIVER) -> str:
-    """Returns the version of NVIDIA's driver; empty where the system does not say."""
-    try:
-        found = re.search(r"\s(\d+(\.\d+)+)\s", file.read_text(encoding="utf-8"))
-    except OSError:
-        return ""
-    return found[1] if found else ""
 
 
 def files(
@@ -105,12 +74,20 @@ def files(
 def digest(
     patterns: tuple[str, ...] = OF_SITES, package: pathlib.Path = _PACKAGE
 ) -> str:
-    """Returns a digest of what some files of the package say, by default of sites'."""
-    sha = hashlib.sha256()
+    """Returns a digest of what some files and the casts of the tables' recipes say."""
+    sha = hashlib.sha256(recipes().encode())
     for file in files(patterns, package):
         name = file.relative_to(package).as_posix()
         sha.update(f"{name}\n{_content(file)}\n".encode())
     return sha.hexdigest()[:16]
+
+
+def recipes() -> str:
+    """Returns what the recipes of tables cast, and how."""
+    from loka_jax.recipe import RECIPES  # it takes JAX, which few who ask need
+
+    values = [dataclasses.asdict(RECIPES[name]) for name in _RECIPES]
+    return json.dumps(values, default=lambda dtype: dtype.__name__)
 
 
 def _content(file: pathlib.Path) -> str:

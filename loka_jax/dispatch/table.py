@@ -20,8 +20,7 @@ from loka_jax import jsonfile
 from loka_jax.dispatch.header import Header
 from loka_jax.measure.intervals import Interval
 from loka_jax.measure.roofline import Roofline
-from loka_jax.normed import ActivationName, NormName
-from loka_jax.quality import MEASURES, Measure
+from loka_jax.quality import MEASURES
 from loka_jax.recipe import ROLES, Role
 from loka_jax.site import Choice, SiteSpec
 from loka_jax.terminal import clip
@@ -35,15 +34,11 @@ PASSES = tuple(
     for form in ("", " in", " out", " in out")
 )
 _MAX_BYTES = 4 << 20
+_MOST = 1 << 31
 
 # Of a file.
 Text = Annotated[str, msgspec.Meta(max_length=10_000)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
-_Size = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
-
-
-class BadTable(ValueError):
-    """The error of an invalid table: one sentence with the file and the reason."""
 
 
 # By measure, of one product of a candidate.
@@ -67,35 +62,18 @@ class Entry:
             loss too much. Holds until the effect of this source is measured again.
     """
 
-    times: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
-    errors: dict[str, RoleErrors] = dataclasses.field(default_factory=dict)
-    failures: dict[str, str] = dataclasses.field(default_factory=dict)
-    effects: dict[str, Interval] = dataclasses.field(default_factory=dict)
-    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    times: dict[str, dict[Text, Positive]] = dataclasses.field(default_factory=dict)
+    errors: dict[Text, RoleErrors] = dataclasses.field(default_factory=dict)
+    failures: dict[Text, Text] = dataclasses.field(default_factory=dict)
+    effects: dict[Text, Interval] = dataclasses.field(default_factory=dict)
+    refused: dict[Text, Text] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass
-class _Site:
-    """A site in a file: without forms of input or output, which are passes."""
-
-    m: _Size
-    k: _Size
-    n: _Size
-    norm: NormName
-    activation: ActivationName
-    use_bias: bool
-
-
-@dataclasses.dataclass
-class _Row:
+@dataclasses.dataclass(kw_only=True)
+class _Row(Entry):
     """An `Entry` in a file."""
 
-    site: _Site
-    times: dict[str, dict[Text, Positive]]
-    errors: dict[Text, dict[Role, dict[str, dict[Measure, Interval]]]]
-    failures: dict[Text, Text]
-    effects: dict[Text, Interval]
-    refused: dict[Text, Text] = dataclasses.field(default_factory=dict)  # later
+    site: SiteSpec
 
 
 @dataclasses.dataclass
@@ -108,13 +86,7 @@ class _File:
 
 @dataclasses.dataclass
 class Table:
-    """Entries by site, measured with the device, versions and sources of the header.
-
-    Attributes:
-        header: what the table holds for.
-        sites: the measurements.
-        roofline: of the device; None if it was not measured.
-    """
+    """Entries by site, measured with the device, versions and sources of the header."""
 
     header: Header
     sites: dict[SiteSpec, Entry] = dataclasses.field(default_factory=dict)
@@ -132,35 +104,24 @@ class Table:
         sites = dict(self.sites)
         for key, entry in other.sites.items():
             old = sites.get(key, Entry())
-            times = {
-                name: old.times.get(name, {}) | entry.times.get(name, {})
-                for name in PASSES
-                if name in old.times or name in entry.times
-            }
-            failures = {
-                name: why
-                for name, why in (old.failures | entry.failures).items()
-                if name in entry.failures or not _is_measured(name, entry)
-            }
+            measured = set().union(*entry.times.values())
             sites[key] = Entry(
-                times,
+                {
+                    name: old.times.get(name, {}) | entry.times.get(name, {})
+                    for name in PASSES
+                    if name in old.times or name in entry.times
+                },
                 old.errors | entry.errors,
-                failures,
+                _without(old.failures, measured) | entry.failures,
                 old.effects | entry.effects,
-                _still_refused(old, entry) | entry.refused,
+                _without(old.refused, entry.effects) | entry.refused,
             )
         header = self.header.filled(other.header)
         return Table(header, sites, other.roofline or self.roofline)
 
 
-def _still_refused(old: Entry, new: Entry) -> dict[str, str]:
-    return {
-        source: why for source, why in old.refused.items() if source not in new.effects
-    }
-
-
-def _is_measured(name: str, entry: Entry) -> bool:
-    return any(name in times for times in entry.times.values())
+def _without(values: dict[str, str], names: Collection[str]) -> dict[str, str]:
+    return {name: value for name, value in values.items() if name not in names}
 
 
 def write(path: pathlib.Path, table: Table):
@@ -183,8 +144,8 @@ def add(path: pathlib.Path, table: Table) -> Table:
     Several processes may add at once: one after another reads, merges and writes.
 
     Raises:
-        BadTable: if the file is not a valid table.
-        ValueError: if it was measured elsewhere, is too large, or cannot be locked.
+        ValueError: if the file is no valid table, was measured elsewhere, is too large,
+            or cannot be locked.
     """
     with locked(path):
         if path.exists():
@@ -217,11 +178,7 @@ def locked(path: pathlib.Path) -> Iterator[None]:
 
 def to_json(table: Table) -> dict[str, Any]:
     """Returns the JSON value of a table."""
-    names = [field.name for field in dataclasses.fields(_Site)]
-    rows = [
-        _Row(site=_Site(**{x: getattr(key, x) for x in names}), **vars(entry))
-        for key, entry in sorted(table.sites.items())
-    ]
+    rows = [_Row(site=key, **vars(table.sites[key])) for key in sorted(table.sites)]
     return msgspec.to_builtins(_File(SCHEMA, table.header, table.roofline, rows))
 
 
@@ -229,14 +186,14 @@ def read(path: pathlib.Path) -> Table:
     """Returns the table in a file.
 
     Raises:
-        BadTable: if the file cannot be read, or is not a valid table.
+        ValueError: if the file cannot be read, or is not a valid table.
     """
     try:
         return from_json(jsonfile.read(path, max_bytes=_MAX_BYTES))
     except OSError as error:
-        raise BadTable(f"{path} cannot be read: {error.strerror}.") from None
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
     except ValueError as error:
-        raise BadTable(f"{path} is not a dispatch table: {error}") from None
+        raise ValueError(f"{path} is not a dispatch table: {error}") from None
 
 
 def from_json(value: Any) -> Table:
@@ -254,7 +211,9 @@ def from_json(value: Any) -> Table:
     sites: dict[SiteSpec, Entry] = {}
     for row in file.sites:
         fields = dict(vars(row))
-        key = SiteSpec(**vars(fields.pop("site")))
+        key = fields.pop("site")
+        if not all(0 < size < _MOST for size in (key.m, key.k, key.n)):
+            raise ValueError(f"site {key} has a size that no array has.")
         if key in sites:
             raise ValueError(f"site {key} occurs twice.")
         sites[key] = Entry(**fields)

@@ -1,22 +1,21 @@
 """Tuning: measures all sites of a model, for a dispatch table."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from loka_jax.dispatch.candidates import candidates, table_key
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.measuring import Job
-from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import is_open
-from loka_jax.dispatch.pool import measure_all
+from loka_jax.dispatch.pool import fitting, measure_all
 from loka_jax.dispatch.table import Table
 from loka_jax.measure.intervals import Interval
 from loka_jax.nn import Site
+from loka_jax.ops.device import local_device
 from loka_jax.options import require
 from loka_jax.probe.site import SiteStats
-from loka_jax.site import Choice, SiteSpec
+from loka_jax.site import SiteSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,28 +27,21 @@ class TuneConfig:
         pairs: operands drawn for the errors.
         rows: most rows of these operands.
         held_out_batches: most batches of validation data for the effect on the loss.
-        seed: of all draws.
         workers: processes that compile at a time; they take times one after another.
-        most: candidates of a site, of the least predicted times besides bfloat16; all
-            if None.
     """
 
     batch_sizes: tuple[int, ...] = ()
     pairs: int = 50
     rows: int = 1024
     held_out_batches: int = 32
-    seed: int = 0
     workers: int = max(1, (os.cpu_count() or 1) // 2)
-    most: int | None = None
 
     def __post_init__(self):  # noqa: D105
-        least = {"pairs": 2, "rows": 16, "held_out_batches": 1, "seed": 0, "workers": 1}
+        least = {"pairs": 2, "rows": 16, "held_out_batches": 1, "workers": 1}
         for name, bound in least.items():
             value = getattr(self, name)
             option = f"--tune.{name.replace('_', '-')}"
             require(value >= bound, option, value, f"at least {bound}")
-        is_enough = self.most is None or self.most >= 1
-        require(is_enough, "--tune.most", self.most, "at least 1")
         for size in self.batch_sizes:
             require(size >= 1, "--tune.batch-sizes", size, "at least 1")
 
@@ -62,27 +54,22 @@ def tune(
     *,
     effects: Mapping[str, Interval] | None = None,
     timed: Collection[SiteSpec] = (),
-    performance: PerformanceModel | None = None,
     say: Callable[[str], None] = print,
 ) -> Iterator[Table]:
-    """Yields the measurements of all candidates, each a table of a part of a site.
+    """Yields the measurements of all candidates, each a table of one of them.
 
     Args:
         name: of the run, as in `make_plan`, under which the table keeps errors.
         stats: Probe's statistics by path; N(0, 1) stands in for a missing site.
         effects: by path, the effect of FP8 on the loss, see `Entry`.
         timed: keys of sites with times, of which only the errors are measured.
-        performance: predicts times, for `config.most`; None where there is none.
     """
     header = header_here()
-    jobs = list(jobs_of(name, sites, stats, config, timed, performance))
     by_source = {
         _source(name, path, stats): effect for path, effect in (effects or {}).items()
     }
-    # All processes have work until the last site is measured.
-    parts = -(-2 * config.workers // max(len(jobs), 1))
-    split = [part for job in jobs for part in job.split(parts)]
-    for job, entry in measure_all(split, config.workers, say):
+    jobs = list(jobs_of(name, sites, stats, config, timed))
+    for job, entry in measure_all(jobs, fitting(config.workers, jobs), say):
         if job.source in by_source:
             entry.effects[job.source] = by_source[job.source]
         yield Table(header, {job.spec: entry})
@@ -94,9 +81,11 @@ def jobs_of(
     stats: Mapping[str, SiteStats],
     config: TuneConfig,
     timed: Collection[SiteSpec],
-    performance: PerformanceModel | None = None,
 ) -> Iterator[Job]:
-    """Yields a job for each site and number of rows; arguments as in `tune`."""
+    """Yields the errors and the candidates of each site and number of rows.
+
+    Arguments are those of `tune`.
+    """
     timed = set(timed)
     for site in sites:
         if not is_open(site):
@@ -104,32 +93,17 @@ def jobs_of(
         for m in config.batch_sizes or (site.spec.m,):
             key = table_key(dataclasses.replace(site.spec, m=m))
             yield Job(
-                spec=key,
-                choices=() if key in timed else _choices(key, config.most, performance),
+                key,
+                None,
                 stats=stats.get(site.path),
                 source=_source(name, site.path, stats),
                 pairs=config.pairs,
                 rows=config.rows,
-                seed=config.seed,
             )
+            if key not in timed:
+                for choice in candidates(key, local_device()):
+                    yield Job(key, choice, in_chain=True)
             timed.add(key)
-
-
-def _choices(
-    spec: SiteSpec, most: int | None, performance: PerformanceModel | None
-) -> tuple[Choice, ...]:
-    """Returns the candidates of a site, or those of the least predicted times.
-
-    All in bfloat16 are among them, which FP8 is compared with.
-    """
-    if performance is None:
-        return tuple(candidates(spec))
-    every = tuple(candidates(spec, performance.device))
-    if most is None:
-        return every
-    times = performance.estimates(spec).entry.times.get("training", {})
-    fastest = sorted(every, key=lambda choice: times.get(choice.name, math.inf))[:most]
-    return tuple(x for x in every if x in fastest or not x.is_fp8)
 
 
 def _source(name: str, path: str, stats: Mapping[str, SiteStats]) -> str:

@@ -1,10 +1,11 @@
 """Casts and products as a recipe describes them, by arithmetic on float32.
 
-Independent of the library's casts, whose mistakes would otherwise be on both sides of
-a comparison. A product of FP8 or bfloat16 values with float32 sums is exact but for the
-order of the sums.
+Scales are those of `loka_jax.fp8`; values are rounded apart from its casts, as kernels
+have their own. A product of FP8 or bfloat16 values with float32 sums is exact but for
+the order of the sums.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from loka_jax import fp8
 from loka_jax.recipe import BLOCK, Cast, GemmRecipe, Operand
 from loka_jax.xla import high_precision_matmul
 
@@ -23,9 +25,7 @@ _SUM_ERROR, _SUM_TERMS, _EXACT_TERMS = 2.0**-14, 32, 128
 class Rounding(NamedTuple):
     """Errors by which values are perturbed, as if a candidate had rounded them.
 
-    Attributes:
-        seed: uint32; another seed is another perturbation.
-        strength: 1 to perturb, 0 for exact results.
+    Another seed, uint32, is another perturbation; exact results have strength 0, not 1.
     """
 
     seed: Array
@@ -90,26 +90,28 @@ def operand(
     *,
     rows_are_exact: bool = False,
 ) -> Scaled:
-    """Returns an operand as it is cast.
+    """Returns a float32 operand, to be contracted over its last dim, as it is cast.
 
-    Args:
-        x: float32, to be contracted over its last dim.
-        cast: its cast; None if the product is not in FP8.
-        rows_are_exact: scales of rows are amax / fp8_max, not powers of two.
+    With `rows_are_exact` the scales of rows are amax / fp8_max, not powers of two.
     """
     if cast is None:
         return Scaled(x, jnp.float32(1))
-    if cast.scaling == "delayed":
-        return _cast(x, stored_scale_inv, cast.dtype)
-    if cast.granularity == "tensorwise":
-        return _cast(x, scale_inv_of(jnp.max(jnp.abs(x)), cast.dtype), cast.dtype)
-    if cast.granularity == "rowwise":
-        amax = jnp.max(jnp.abs(x), axis=1, keepdims=True)
-        scale_inv = scale_inv_of(amax, cast.dtype, is_exact=rows_are_exact)
-        return _cast(x, scale_inv, cast.dtype)
-    scale_inv = _tile_scales(x, (BLOCK, BLOCK) if name == "rhs" else (1, BLOCK), cast)
-    tiled = _cast(x, scale_inv, cast.dtype)
-    return Scaled(tiled.data * scale_inv, jnp.float32(1), x)
+    if cast.granularity == "blockwise":
+        tile = (BLOCK, BLOCK) if name == "rhs" else (1, BLOCK)
+        ones = jnp.ones(x.shape, cast.dtype)
+        tiles = fp8.quantize_tiles(x, cast.dtype, tile=tile)
+        scale_inv = dataclasses.replace(tiles, data=ones).dequantize()
+        return Scaled(
+            round_to(x / scale_inv, cast.dtype) * scale_inv, jnp.float32(1), x
+        )
+    scale_inv = stored_scale_inv
+    if cast.scaling == "current":
+        by_row = cast.granularity == "rowwise"
+        amax = fp8.amax(x, (1,) if by_row else None)
+        pow2_scale = not (by_row and rows_are_exact)
+        scale_inv = fp8.compute_scale_inv(amax, cast.dtype, pow2_scale=pow2_scale)
+    unrounded = x / scale_inv
+    return Scaled(round_to(unrounded, cast.dtype), scale_inv, unrounded)
 
 
 def product(
@@ -117,8 +119,7 @@ def product(
 ) -> Product:
     """Returns `first @ second.T`, perturbed as sums on tensor cores are.
 
-    Args:
-        gemm: their casts; None for a product in `dtype`.
+    Without a `gemm` it is a product in `dtype`.
     """
     dtype = dtype if gemm is None else jnp.bfloat16  # which holds all of FP8
     scales = first.scale_inv.reshape(-1, 1), second.scale_inv.reshape(1, -1)
@@ -144,43 +145,14 @@ def product(
     )
 
 
-def scale_inv_of(amax: Array, dtype: DTypeLike, *, is_exact: bool = False) -> Array:
-    """Returns the least power of two, or the least factor, that holds these amaxes."""
-    ratio = amax / float(jnp.finfo(dtype).max)
-    if not is_exact:
-        fraction, exponent = jnp.frexp(ratio)
-        exponent = jnp.where(fraction == 0.5, exponent - 1, exponent)
-        ratio = jnp.where(ratio > 0, jnp.ldexp(jnp.ones_like(ratio), exponent), 0.0)
-    return jnp.where(ratio > 0, ratio, 1.0)
-
-
 def round_to(x: Array, dtype: DTypeLike) -> Array:
     """Returns float32 `x` rounded to the nearest value of an FP8 format, saturated."""
-    info = jnp.finfo(dtype)
-    x = jnp.clip(x, -float(info.max), float(info.max))
-    _, exponent = jnp.frexp(x)
-    # frexp's fraction is below 1; a format's is below 2.
-    exponent = jnp.maximum(exponent - 1, int(info.minexp)) - int(info.nmant)
-    return jnp.ldexp(jnp.round(jnp.ldexp(x, -exponent)), exponent)
+    limit = fp8.fp8_max(dtype)
+    # The barrier keeps the cast: XLA may drop one that a cast back follows.
+    data = jax.lax.optimization_barrier(jnp.clip(x, -limit, limit).astype(dtype))
+    return data.astype(jnp.float32)
 
 
 def code_step(dtype: DTypeLike) -> float:
     """Returns the largest step from a normal FP8 value to the next, relative to it."""
     return float(jnp.finfo(dtype).eps)
-
-
-def _cast(x: Array, scale_inv: Array, dtype: DTypeLike) -> Scaled:
-    unrounded = x / jnp.broadcast_to(scale_inv, x.shape)
-    return Scaled(round_to(unrounded, dtype), scale_inv, unrounded)
-
-
-def _tile_scales(x: Array, tile: tuple[int, int], cast: Cast) -> Array:
-    """Returns the scale of each element; the last tiles may be partial."""
-    sizes = [(-size % side) for size, side in zip(x.shape, tile, strict=True)]
-    padded = jnp.pad(jnp.abs(x), [(0, size) for size in sizes])
-    counts = [size // side for size, side in zip(padded.shape, tile, strict=True)]
-    tiles = padded.reshape(counts[0], tile[0], counts[1], tile[1])
-    scale_inv = scale_inv_of(jnp.max(tiles, axis=(1, 3)), cast.dtype)
-    for axis, side in enumerate(tile):
-        scale_inv = jnp.repeat(scale_inv, side, axis=axis)
-    return scale_inv[: x.shape[0], : x.shape[1]]

@@ -49,7 +49,6 @@ class Case(NamedTuple):
     """What kernels are checked on.
 
     Attributes:
-        name: in sentences.
         draw: returns the operands of both, pytrees of arrays.
         kernel: a function of the operands that launches kernels.
         reference: the same by XLA; its results have the kernel's types.
@@ -72,17 +71,10 @@ def why_any_wrong(
     """Returns what is wrong with the kernels of some cases, or None if all are right.
 
     In threads of their own: the caller may trace a program, of which this is no part.
-
-    Args:
-        compiled: makes a function of the one that launches kernels.
     """
-
-    def why_wrong(case: Case) -> str | None:
-        return _why_wrong(case, compiled)
-
     with futures.ThreadPoolExecutor(workers) as pool:
-        reasons = list(pool.map(why_wrong, cases))
-    return next((reason for reason in reasons if reason is not None), None)
+        reasons = list(pool.map(lambda case: _why_wrong(case, compiled), cases))
+    return next(filter(None, reasons), None)
 
 
 def _why_wrong(case: Case, compiled: Callable[[Callable], Callable]) -> str | None:
@@ -101,30 +93,25 @@ def _why_wrong(case: Case, compiled: Callable[[Callable], Callable]) -> str | No
 def why_off(found: PyTree, expected: PyTree, noise: float = NOISE) -> str | None:
     """Returns where results are not those of the reference, or None.
 
-    Args:
-        expected: those of the reference. Of the amaxes of parts the largest counts.
-        noise: see above.
+    Of the amaxes of parts the largest counts.
     """
     found, expected = (_with_names(x) for x in (found, expected))
     if found.keys() != expected.keys():
         return f"returns {sorted(found)}, not {sorted(expected)}"
     with np.errstate(all="ignore"):  # what is not finite is compared like the rest
         reasons = (_why_array_off(n, x, expected[n], noise) for n, x in found.items())
-        return next((reason for reason in reasons if reason is not None), None)
+        return next(filter(None, reasons), None)
 
 
 def _with_names(results: PyTree) -> dict[str, np.ndarray]:
     """Returns arrays by their place among the results."""
 
-    def is_written(x: Any) -> bool:
-        return isinstance(x, Written)
-
     def whole(x: Any) -> Any:
-        if not is_written(x) or x.amaxes is None:
+        if not isinstance(x, Written) or x.amaxes is None:
             return x
         return x._replace(amaxes=np.max(x.amaxes))
 
-    results = jax.tree.map(whole, results, is_leaf=is_written)
+    results = jax.tree.map(whole, results, is_leaf=lambda x: isinstance(x, Written))
     named, _ = jax.tree_util.tree_flatten_with_path(results)
     return {f"result{jax.tree_util.keystr(at)}": np.asarray(x) for at, x in named}
 

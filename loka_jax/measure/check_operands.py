@@ -66,11 +66,9 @@ class Trial(NamedTuple):
     """The operands and parameters of one run of a site.
 
     Attributes:
-        lhs: rows in the compute dtype.
-        lhs_fp8: the same in FP8, if another site hands them on; else None.
+        lhs, g: rows and the gradient of the activations, in the compute dtype.
+        lhs_fp8: lhs in FP8, if another site hands it on; else None.
         rhs: the weight, in float32.
-        g: gradient of the activations, in the compute dtype.
-        vectors: bias, gamma and beta; None where the site has none.
         headroom: of delayed scales, as in `Aim`.
     """
 

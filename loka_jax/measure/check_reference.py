@@ -3,23 +3,21 @@
     forward    lhs, rhs cast -> z -> xhat = norm(z + bias) -> u -> y
     backward   g, xhat as it is kept -> dz cast -> dlhs, drhs; dgamma, dbeta, dbias
 
-What is kept and how it is cast is part of the definition, and taken from the plan: the
-kernels keep xhat in E4M3 where the backward pass is in FP8, and cast dz by rows.
-
-A candidate may round between the steps, where this does not. How far that may move each
-result, by codes that flip too, is measured: `Rounding` perturbs all values that some
-provider rounds.
+What is kept and how it is cast is taken from the plan: the kernels keep xhat in E4M3
+where the backward pass is in FP8, and cast dz by rows. A candidate may round between
+the steps, where this does not. How far that may move each result is measured:
+`Rounding` perturbs all values that some provider rounds.
 """
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax import pallas
-from loka_jax.fp8 import E4M3, fp8_max
+from loka_jax.fp8 import E4M3, compute_scale_inv, fp8_max
 from loka_jax.measure import reference
 from loka_jax.measure.check_casts import (
     Product,
@@ -29,13 +27,12 @@ from loka_jax.measure.check_casts import (
     operand,
     product,
     round_to,
-    scale_inv_of,
 )
 from loka_jax.measure.check_operands import Trial
 from loka_jax.normed import NO_VECTORS, XHAT_SCALE_INV, Epilogue, NormResiduals
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.pallas import norm_backward, norm_quantize
-from loka_jax.recipe import ROLE_OPERANDS, ROLES, Cast, GemmRecipe, Operand, Role
+from loka_jax.recipe import OPERANDS, ROLE_OPERANDS, Cast, Operand, Recipe, Role
 from loka_jax.site import SiteSpec
 
 _TILE_ROOT = 8.0  # of the rows, and of the columns, of a tile
@@ -49,39 +46,30 @@ class Numerics:
     """What the numbers of a site should be under a plan.
 
     Attributes:
-        spec: the site.
-        compute_dtype: of what is not in FP8.
-        fwd, dlhs, drhs: the casts of each product as it runs; None in `compute_dtype`.
+        recipe: the casts of each product as it runs.
         reads_fp8: fwd reads the FP8 form of lhs that another site hands on.
         xhat_is_e4m3: the backward pass reads normalized rows from E4M3.
         exact_rows: operands whose row scales are amax / fp8_max rather than the next
             power of two, as kernels that fold long rows write them.
-        epsilon: added to the variance or mean square.
-        margin: bits of headroom of the next delayed scales.
     """
 
     spec: SiteSpec
-    compute_dtype: Any
-    fwd: GemmRecipe | None
-    dlhs: GemmRecipe | None
-    drhs: GemmRecipe | None
+    recipe: Recipe
     reads_fp8: bool
     xhat_is_e4m3: bool
     exact_rows: frozenset[Operand]
-    epsilon: float
-    margin: int
 
     @classmethod
-    def of(cls, plan: KernelPlan, epsilon: float) -> "Numerics":
+    def of(cls, plan: KernelPlan) -> "Numerics":
         """Returns the numerics of a plan."""
-        spec, recipe, dlhs = plan.spec, plan.recipe, plan.backward_recipe.dlhs
+        spec, recipe = plan.spec, plan.backward_recipe
         exact_rows: set[Operand] = set()
         xhat_is_e4m3 = False
         if plan.runs_kernels:
-            xhat = pallas.training_outputs(spec, recipe).xhat
+            xhat = pallas.training_outputs(spec, plan.recipe).xhat
             xhat_is_e4m3 = xhat is not None and jnp.dtype(xhat) == jnp.dtype(E4M3)
             exact_rows |= {"lhs"} if _folds_lhs(plan) else set()
-        has_kernel = plan.dlhs.kernel is not None
+        dlhs, has_kernel = recipe.dlhs, plan.dlhs.kernel is not None
         if dlhs is not None and has_kernel and dlhs.first.scaling == "current":
             # The kernel of the norm gives each row of dz a scale: one for all rows
             # would take another pass.
@@ -89,72 +77,56 @@ class Numerics:
             exact_rows |= {"g"} if _folds_gradient(spec) else set()
         return cls(
             spec=dataclasses.replace(spec, out="compute"),
-            compute_dtype=jnp.dtype(recipe.compute_dtype),
-            fwd=recipe.fwd,
-            dlhs=dlhs,
-            drhs=recipe.drhs,
+            recipe=dataclasses.replace(recipe, dlhs=dlhs),
             reads_fp8=spec.fp8_in is not None and plan.reads_fp8,
             xhat_is_e4m3=xhat_is_e4m3,
             exact_rows=frozenset(exact_rows),
-            epsilon=epsilon,
-            margin=plan.choice.recipe.margin,
         )
 
     @property
     def epilogue(self) -> Epilogue:
         """Norm and activation."""
-        return Epilogue(self.spec.norm, self.spec.activation, self.epsilon)
+        return Epilogue(self.spec.norm, self.spec.activation)
 
     @property
     def unit(self) -> float:
         """The largest relative error of a rounding to the compute dtype."""
-        return float(jnp.finfo(self.compute_dtype).eps) / 2
+        return float(jnp.finfo(self.recipe.compute_dtype).eps) / 2
 
     @property
     def fine_unit(self) -> float:
         """The same of steps that no provider rounds to less than half precision."""
         return min(self.unit, _HALF)
 
-    def gemm(self, role: Role) -> GemmRecipe | None:
-        """Returns the casts of a product."""
-        return {"fwd": self.fwd, "dlhs": self.dlhs, "drhs": self.drhs}[role]
-
-    def delayed(self, name: Operand) -> Cast | None:
-        """Returns the cast of an operand by a delayed scale; None without one."""
-        for role in ROLES:
-            gemm = self.gemm(role)
-            if gemm is not None and name in ROLE_OPERANDS[role]:
-                cast = (gemm.first, gemm.second)[ROLE_OPERANDS[role].index(name)]
+    def delayed(self) -> dict[Operand, Cast]:
+        """Returns the casts by delayed scales, by operand."""
+        found: dict[Operand, Cast] = {}
+        for name in OPERANDS:
+            for cast in self.recipe.casts(name):
                 if cast.scaling == "delayed":
-                    return cast
-        return None
+                    found[name] = cast
+        return found
 
     def multiply(
         self, role: Role, first, second, stored: Array, rounding: Rounding
     ) -> tuple[Product, Scaled, Scaled]:
         """Returns a product and its operands as they are cast.
 
-        Args:
-            first, second: its operands, both to be contracted over their last dim, in
-                float32 or cast already.
-            stored: delayed scales of lhs, rhs and g.
+        They come in float32 or cast already, to be contracted over their last dims, and
+        the delayed scales of lhs, rhs and g in `stored`.
         """
-        gemm = self.gemm(role)
+        gemm = self.recipe.gemm(role)
         casts = (None, None) if gemm is None else (gemm.first, gemm.second)
-        operands = []
-        for x, name, cast in zip(
-            (first, second), ROLE_OPERANDS[role], casts, strict=True
-        ):
-            if not isinstance(x, Scaled):
-                scale_inv = stored[_ROWS[name]]
-                is_exact = name in self.exact_rows and role != "drhs"
-                x = operand(x, cast, name, scale_inv, rows_are_exact=is_exact)
-            operands.append(x)
-        a, b = operands
-        return product(a, b, gemm, self.compute_dtype, rounding), a, b
 
+        def as_cast(x, name: Operand, cast: Cast | None) -> Scaled:
+            if isinstance(x, Scaled):
+                return x
+            scale_inv = stored[OPERANDS.index(name)]
+            is_exact = name in self.exact_rows and role != "drhs"
+            return operand(x, cast, name, scale_inv, rows_are_exact=is_exact)
 
-_ROWS: dict[Operand, int] = {"lhs": 0, "rhs": 1, "g": 2}
+        a, b = map(as_cast, (first, second), ROLE_OPERANDS[role], casts)
+        return product(a, b, gemm, self.recipe.compute_dtype, rounding), a, b
 
 
 def _folds_lhs(plan: KernelPlan) -> bool:
@@ -195,7 +167,7 @@ class Expected(NamedTuple):
 
     results: dict[str, Array]
     uncast: dict[tuple[str, str], Array]
-    flips: dict[str, "Flip"]
+    flips: dict[str, Flip]
     lhs: Array
     g: Array
     amaxes: Float[Array, "3"]
@@ -238,15 +210,16 @@ def expect(
     uncast = {key: x for key, x in uncast.items() if x is not None}
     flips, columns = {}, results["y"].shape[1] ** 0.5
     moved = _moved_by_codes(numerics, trial, normed, rounding, dz)
-    if numerics.dlhs is not None:
-        moved += code_step(numerics.dlhs.first.dtype) * jnp.abs(dlhs_g.value)
-    if numerics.dlhs is not None or numerics.xhat_is_e4m3:  # all of a row moves
+    recipe = numerics.recipe
+    if recipe.dlhs is not None:
+        moved += code_step(recipe.dlhs.first.dtype) * jnp.abs(dlhs_g.value)
+    if recipe.dlhs is not None or numerics.xhat_is_e4m3:  # all of a row moves
         sizes = jnp.sqrt(jnp.sum(rhs.value**2, axis=0))
         row = jnp.max(moved * sizes[None], axis=1)
         flips["dlhs"] = Flip(row, row / _TILE_ROOT)
-    if numerics.drhs is not None:  # all of a column moves
+    if recipe.drhs is not None:  # all of a column moves
         largest = jnp.max(jnp.abs(g.value), axis=0)
-        step = code_step(numerics.drhs.second.dtype)
+        step = code_step(recipe.drhs.second.dtype)
         row = step * jnp.max(jnp.abs(lhs.value) * largest[None], axis=1)
         flips["drhs"] = Flip(row, row * columns / _TILE_ROOT)
     amaxes = _amaxes(numerics, trial, dz)
@@ -257,10 +230,10 @@ def next_scales(
     numerics: Numerics, amaxes: Float[Array, "3"]
 ) -> dict[Operand, Float[Array, ""]]:
     """Returns the scales that these amaxes give the next step, where one is delayed."""
+    margin = 2.0**numerics.recipe.margin
     return {
-        name: scale_inv_of(amaxes[i], cast.dtype) * 2.0**numerics.margin
-        for name, i in _ROWS.items()
-        if (cast := numerics.delayed(name)) is not None
+        name: compute_scale_inv(amaxes[OPERANDS.index(name)], cast.dtype) * margin
+        for name, cast in numerics.delayed().items()
     }
 
 
@@ -280,10 +253,7 @@ def in_fp8(name: str, expected: Expected, scale_inv: Array) -> Expected:
 class _Normed(NamedTuple):
     """The forward pass: its result and what the backward pass reads.
 
-    Attributes:
-        y: activations.
-        xhat, rstd: normalized rows, and the reciprocals of their deviations.
-        is_settled: no rounding decides the slope of the activation.
+    Where `is_settled` no rounding decides the slope of the activation.
     """
 
     y: Array
@@ -359,13 +329,13 @@ def _moved_by_codes(
 
 def _stored_scales(numerics: Numerics, trial: Trial, dz: Array) -> Float[Array, "3"]:
     """Returns delayed scales with the trial's headroom; 1 where none is delayed."""
-    scales, amaxes = [], _amaxes(numerics, trial._replace(lhs_fp8=None), dz)
-    for name, i in _ROWS.items():
-        scale_inv, cast = jnp.float32(1), numerics.delayed(name)
-        if cast is not None:
-            scale_inv = scale_inv_of(amaxes[i], cast.dtype) * trial.headroom[i]
-        scales.append(scale_inv)
-    return jnp.stack(scales)
+    amaxes = _amaxes(numerics, trial._replace(lhs_fp8=None), dz)
+    scales = jnp.ones(3)
+    for name, cast in numerics.delayed().items():
+        i = OPERANDS.index(name)
+        scale_inv = compute_scale_inv(amaxes[i], cast.dtype)
+        scales = scales.at[i].set(scale_inv * trial.headroom[i])
+    return scales
 
 
 def _amaxes(numerics: Numerics, trial: Trial, dz: Array) -> Float[Array, "3"]:
@@ -374,7 +344,7 @@ def _amaxes(numerics: Numerics, trial: Trial, dz: Array) -> Float[Array, "3"]:
     Of an lhs in FP8 it is what its scales bound, unless drhs casts the lhs once more.
     """
     rhs, dz = jnp.max(jnp.abs(trial.rhs)), jnp.max(jnp.abs(dz))
-    drhs = numerics.drhs
+    drhs = numerics.recipe.drhs
     casts_again = drhs is not None and drhs.first.granularity == "tensorwise"
     if numerics.reads_fp8 and trial.lhs_fp8 is not None and not casts_again:
         lhs = jnp.max(trial.lhs_fp8.scale_inv) * fp8_max(E4M3)

@@ -60,10 +60,8 @@ class Finding(NamedTuple):
     """The worst of a result's scores of one kind.
 
     Attributes:
-        name, shape: of the result.
         kind: of the score; for casts followed by the operand.
         excess: the score over what is allowed; infinite instead of NaN.
-        value, allowed: the score, and what is allowed there.
         index: place among the scores of its kind.
     """
 
@@ -80,9 +78,10 @@ class Finding(NamedTuple):
         kind, _, operand = self.kind.partition(" ")
         off = f"by {self.value:.2g}, above {self.allowed:.2g}"
         place = f"{self.name}{self._place(kind)}"
+        relative = f"{place} is off {off} (relative L2)"
         return {
-            "row": f"{place} is off {off} (relative L2)",
-            "tile": f"{place} is off {off} (relative L2)",
+            "row": relative,
+            "tile": relative,
             "gain": f"{place} is too large or too small {off}",
             "offset": f"{place} is shifted {off} of its size",
             "cast": f"{place} is off {off} along the cast of {operand}",
@@ -118,11 +117,7 @@ def scores(
     exact: Expected,
     perturbed: Sequence[Mapping[str, Array]],
 ) -> dict[str, dict[str, Scores]]:
-    """Returns the scores by result and kind.
-
-    Args:
-        results: of a candidate, by name; those of inference begin with `INFERENCE`.
-    """
+    """Returns the scores by result and kind."""
     by_result = {}
     for name, result in results.items():
         of = name if name in exact.results else name.removeprefix(INFERENCE)
@@ -139,8 +134,7 @@ def scores(
 
 
 def worst_finding(
-    by_result: Mapping[str, Mapping[str, Scores]],
-    shapes: Mapping[str, tuple[int, ...]],
+    by_result: Mapping[str, Mapping[str, Scores]], shapes: Mapping[str, tuple[int, ...]]
 ) -> Finding:
     """Returns the worst of all scores."""
     with np.errstate(all="ignore"):  # what is not finite counts as the worst
@@ -222,19 +216,15 @@ def _blocks(ref: Array, error: Array) -> dict[str, Array]:
         return jnp.concatenate([jnp.sum(sums, axis=1), jnp.sum(sums, axis=0)])
 
     count = along(jnp.ones_like(ref))
+    full_tile = min(TILE, ref.shape[0]) * min(TILE, ref.shape[1])
     # Blocks that are nearly zero have no slope.
     references = jnp.maximum(along(ref**2), 0.1 * count)
     return {
         # Partial tiles count as much as their elements: few say little.
-        "tile": jnp.sqrt(_tile_sums(error**2) / _full_tile(ref)),
+        "tile": jnp.sqrt(_tile_sums(error**2) / full_tile),
         "gain": jnp.abs(along(error * ref) / references),
         "offset": jnp.abs(along(error) / count),
     }
-
-
-def _full_tile(x: Array) -> int:
-    """Returns the elements of the largest tile."""
-    return min(TILE, x.shape[0]) * min(TILE, x.shape[1])
 
 
 def _typical_noise(scores: np.ndarray) -> np.ndarray:

@@ -4,13 +4,12 @@ Right means: every result is the float32 product of the same quantized operands,
 rounding, in each row and in each tile. Whether FP8 is good enough is another question,
 which `measure.site_errors` answers.
 
-The candidate runs as it is used, by the programs that are timed. Few are compiled:
-arrays are arguments, so that all sets of operands run through the same ones. They can
-be lowered, compiled and run apart, as only the last needs the GPU alone.
+The candidate runs as it is used, by the programs that are timed. All sets of operands
+run through the same ones, which are lowered, compiled and run apart.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -28,16 +27,21 @@ from loka_jax.measure.check_reference import (
     next_scales,
 )
 from loka_jax.measure.check_scores import INFERENCE, Scores, scores, worst_finding
-from loka_jax.measure.compiling import Lowered, compile_lowered, evaluated, leaves
+from loka_jax.measure.compiling import (
+    UNTUNED,
+    Lowered,
+    compile_lowered,
+    evaluated,
+    leaves,
+    lower,
+)
 from loka_jax.measure.programs import (
-    EPSILON,
-    Inputs,
-    Passes,
-    Program,
+    State,
     Trained,
     arguments_of_draw,
     planned,
     programs_of,
+    to_prepare,
 )
 from loka_jax.normed import NormVectors, norm_features
 from loka_jax.ops.device import Device
@@ -67,21 +71,12 @@ class Outcome(NamedTuple):
     @property
     def in_fp8(self) -> dict[str, Fp8Array]:
         """The activations in FP8, by name."""
-        activations = {
-            "y_fp8": self.trained.y_fp8,
-            f"{INFERENCE}y_fp8": self.inferred,
-        }
-        return {name: x for name, x in activations.items() if isinstance(x, Fp8Array)}
+        found = {"y_fp8": self.trained.y_fp8, f"{INFERENCE}y_fp8": self.inferred}
+        return {name: x for name, x in found.items() if isinstance(x, Fp8Array)}
 
 
 class Check(NamedTuple):
-    """The check of a candidate.
-
-    Attributes:
-        numerics: what its numbers should be.
-        programs: lowered, by their names: those of `programs`, and "judge".
-        refusal: why there are no programs; None if there are.
-    """
+    """The check of a candidate: its lowered programs, or why there are none."""
 
     numerics: Numerics | None
     programs: Mapping[str, Lowered]
@@ -89,11 +84,9 @@ class Check(NamedTuple):
 
     def why_wrong(self, compiled: Mapping[str, Any]) -> str | None:
         """Returns what is wrong with a candidate's results; None if they are right."""
-        if self.refusal is not None:
-            return self.refusal
-        for program in compiled.values():
-            if isinstance(program, Exception):
-                return f"does not compile: {one_line(program)}"
+        reason = self.why_not_compiled(compiled)
+        if reason is not None:
+            return reason
         try:
             for seed, name in enumerate(AIMS):
                 trial = compiled["draw"](*leaves(arguments_of_draw(name, seed)))
@@ -107,26 +100,22 @@ class Check(NamedTuple):
             return NO_MEMORY
         return None
 
-    def draw(self, compiled: Mapping[str, Any], count: int) -> list[Trial]:
-        """Returns sets of ordinary operands, to take times on."""
-        sets = [arguments_of_draw("ordinary", seed) for seed in range(count)]
-        return [compiled["draw"](*leaves(arguments)) for arguments in sets]
-
-    def inputs(
-        self, compiled: Mapping[str, Any], trials: Sequence[Trial]
-    ) -> list[Inputs]:
-        """Returns what the passes take of each set, under the first one's scales."""
-        _, _, first = compiled["begin"](*leaves((trials[0],)))
-        return [
-            Inputs(trial.lhs, trial.lhs_fp8, trial.rhs, trial.vectors, first.state)
-            for trial in trials
-        ]
+    def why_not_compiled(self, compiled: Mapping[str, Any]) -> str | None:
+        """Returns why there is not every program; None if there is."""
+        if self.refusal is not None:
+            return self.refusal
+        errors = (x for x in compiled.values() if isinstance(x, Exception))
+        return next((f"does not compile: {one_line(x)}" for x in errors), None)
 
     def _why_wrong_on(self, compiled: Mapping[str, Any], trial: Trial) -> str | None:
         assert self.numerics is not None
-        trial, stored, inputs = compiled["begin"](*leaves((trial,)))
+
+        def run(name: str, *arguments: Any) -> Any:
+            return compiled[name](*leaves(arguments))
+
+        trial, stored, state = run("begin", trial)
         try:
-            outcome = _run_passes(compiled, inputs, trial.g)
+            outcome = jax.block_until_ready(_outcome(run, trial, state))
         except Exception as error:  # of any kind: the caller gets it as a reason
             if EXHAUSTED in str(error):
                 raise
@@ -134,8 +123,7 @@ class Check(NamedTuple):
         reason = _why_misshapen(self.numerics.spec, outcome, trial)
         if reason is not None:
             return reason
-        judged = compiled["judge"](*leaves((trial, stored, outcome)))
-        are_right, by_result = jax.device_get(judged)
+        are_right, by_result = jax.device_get(run("judge", trial, stored, outcome))
         for wrong in (what for what, is_right in are_right.items() if not is_right):
             return wrong
         shapes = {name: trial.g.shape for name in by_result}
@@ -145,53 +133,39 @@ class Check(NamedTuple):
 
 
 def why_wrong(
-    spec: SiteSpec,
-    choice: Choice,
-    device: Device | None = None,
-    *,
-    epsilon: float = EPSILON,
+    spec: SiteSpec, choice: Choice, device: Device | None = None
 ) -> str | None:
     """Returns what is wrong with a candidate's results, or None if they are right."""
-    check = lower_check(spec, choice, device, epsilon=epsilon)
+    check = lower_check(spec, choice, device)
     return check.why_wrong(compile_lowered(check.programs))
 
 
-def lower_check(
-    spec: SiteSpec,
-    choice: Choice,
-    device: Device | None = None,
-    *,
-    epsilon: float = EPSILON,
-) -> Check:
+def lower_check(spec: SiteSpec, choice: Choice, device: Device | None = None) -> Check:
     """Returns the check of a candidate, to be compiled and run; see `why_wrong`."""
     plan = planned(spec, choice, device)
     if plan.why_not is not None:
         return Check(None, {}, f"does not run: {plan.why_not}")
     try:
-        numerics, passes, begun, by_name = programs_of(plan, epsilon)
-        judged = evaluated(functools.partial(_whole, passes), begun)
+        numerics, passes, begun, programs = programs_of(plan)
+
+        def run(name: str, *arguments: Any) -> Any:
+            return getattr(passes, name)(*arguments)
+
+        def judged(trial: Trial, stored, state):
+            return trial, stored, _outcome(run, trial, state)
+
+        arguments = evaluated(judged, begun)
     except Exception as error:  # of any kind: the caller gets it as a reason
         return Check(None, {}, f"does not compile: {one_line(error)}")
-    judge = Program(functools.partial(_judge, numerics), judged)
-    programs = {**by_name, "judge": judge}
-    return Check(numerics, {name: x.lower() for name, x in programs.items()})
+    programs["judge"] = functools.partial(_judge, numerics), arguments, UNTUNED
+    return Check(numerics, {name: lower(*x) for name, x in programs.items()})
 
 
-def _whole(passes: Passes, trial: Trial, stored, inputs: Inputs):
-    """Returns what "judge" takes, from what "begin" returns."""
-    weights, lhs = inputs.split()
-    trained = passes.training(inputs, trial.g)
-    ready = passes.prepare(weights, *lhs)
-    return trial, stored, Outcome(trained, passes.inference(ready, *lhs))
-
-
-def _run_passes(compiled: Mapping[str, Any], inputs: Inputs, g: Array) -> Outcome:
-    """Returns what a candidate returns."""
-    weights, lhs = inputs.split()
-    trained = compiled["training"](*leaves((inputs, g)))
-    ready = compiled["prepare"](*leaves((weights, *lhs)))
-    inferred = compiled["inference"](*leaves((ready, *lhs)))
-    return jax.block_until_ready(Outcome(trained, inferred))
+def _outcome(run: Callable[..., Any], trial: Trial, state: State) -> Outcome:
+    """Returns what the passes return, which `run` runs by their names."""
+    trained = run("training", trial, state)
+    ready = run("prepare", *to_prepare(trial, state))
+    return Outcome(trained, run("inference", ready, trial.lhs, trial.lhs_fp8))
 
 
 def _why_misshapen(spec: SiteSpec, outcome: Outcome, trial: Trial) -> str | None:

@@ -1,7 +1,6 @@
 """Compiles many small programs at a time, and keeps the errors of those that fail."""
 
 import concurrent.futures
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -28,12 +27,7 @@ def untuned_here() -> dict[str, str | bool]:
 
 
 class Lowered(NamedTuple):
-    """A lowered program, or the exception that lowering raised, and how to compile it.
-
-    Attributes:
-        program: what `jax.jit(...).lower` returned, or raised.
-        options: of the compiler.
-    """
+    """What `jax.jit(...).lower` returned or raised, and options of the compiler."""
 
     program: Any
     options: Mapping[str, str]
@@ -65,12 +59,7 @@ def compile_all(
 
 
 class Abstract(NamedTuple):
-    """Arguments without values: `Fp8Array` refuses shapes in the place of arrays.
-
-    Attributes:
-        leaves: shapes and dtypes.
-        structure: of the tuple of arguments.
-    """
+    """A tuple of arguments as shapes, which `Fp8Array` refuses in place of arrays."""
 
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     structure: Any
@@ -79,11 +68,8 @@ class Abstract(NamedTuple):
 def abstract(arguments: tuple) -> Abstract:
     """Returns arguments without their values."""
     flat, structure = jax.tree.flatten(arguments)
-    return Abstract(tuple(map(_shape, flat)), structure)
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+    shapes = (jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in flat)
+    return Abstract(tuple(shapes), structure)
 
 
 def evaluated(function: Callable[..., tuple], arguments: Abstract) -> Abstract:
@@ -114,39 +100,18 @@ def lower(
     def run(*leaves):
         return function(*jax.tree.unflatten(arguments.structure, leaves))
 
-    # Unused arguments stay, so that programs of equal text are called alike.
     try:
-        program = jax.jit(run, keep_unused=True).lower(*arguments.leaves)
+        program = jax.jit(run).lower(*arguments.leaves)
     except Exception as error:  # a candidate may not run here
         program = error
     return Lowered(program, options)
 
 
 def compile_lowered(lowered: Mapping[str, Lowered]) -> dict[str, Any]:
-    """Returns compiled functions by name, or the exception where one failed.
-
-    Names of equal programs get the same compiled one.
-    """
-    names: dict[Any, list[str]] = {}
-    for name, one in lowered.items():
-        names.setdefault(_identity(one), []).append(name)
-    distinct = [lowered[equal[0]] for equal in names.values()]
+    """Returns compiled functions by name, or the exception where one failed."""
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        compiled = list(pool.map(_compiled, distinct))
-    return {
-        name: program
-        for equal, program in zip(names.values(), compiled, strict=True)
-        for name in equal
-    }
-
-
-def _identity(lowered: Lowered) -> Any:
-    """Returns a key that equal programs share."""
-    program, options = lowered
-    if isinstance(program, Exception):
-        return id(program)
-    text = hashlib.sha256(program.as_text().encode()).digest()
-    return text, str(program.out_tree), tuple(sorted(options.items()))
+        compiled = pool.map(_compiled, lowered.values())
+        return dict(zip(lowered, compiled, strict=True))
 
 
 def leaves(arguments: tuple) -> tuple:

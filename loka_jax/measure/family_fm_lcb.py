@@ -31,13 +31,8 @@ def _fm_lcb_by_xla(x, weight):
 
 def fm_lcbs() -> list[Case]:
     """Returns the case of the forward pass."""
-
-    def ours(x, weight):
-        return fm_lcb.fm_lcb(x, weight, _K)
-
-    def theirs(x, weight):
-        return tuple(y.astype(BF16) for y in _fm_lcb_by_xla(x, weight))
-
+    ours = lambda x, weight: fm_lcb.fm_lcb(x, weight, _K)  # noqa: E731
+    theirs = lambda *x: tuple(y.astype(BF16) for y in _fm_lcb_by_xla(*x))  # noqa: E731
     return [Case("FM and LCB", _fm_lcb_operands, ours, theirs, _FM_LCB)]
 
 

@@ -1,7 +1,6 @@
 """What kernels of embeddings, their rows, lists and the wire are checked on."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,7 +42,6 @@ _ROUNDED_Y = 2.0**-6
 
 def joined_norms() -> list[Case]:
     """Returns the case of a norm of joined embeddings, either way."""
-
     counts, shape = (3, 5), (37, 8, 40)
 
     def draw():
@@ -66,7 +64,6 @@ def joined_norms() -> list[Case]:
 
 def dot_features_cases() -> list[Case]:
     """Returns the case of the products of pairs, either way."""
-
     batch, fields, dim = 17, 26, 16
     width = interaction.padded(dim + (fields + 1) * fields // 2)
 
@@ -88,7 +85,6 @@ def dot_features_cases() -> list[Case]:
 
 def row_updates() -> list[Case]:
     """Returns the cases of sums of rows, and of updates by each optimizer."""
-
     count, rows, dim = 530, 200, 16
     draws = np.random.default_rng(0)
     # Long runs, short ones, rows that nobody asked for, and ids of no row.
@@ -124,15 +120,16 @@ def row_updates() -> list[Case]:
         theirs = functools.partial(update_by_xla, *optimizer)
         return Case(name, draw, ours, theirs, noise)
 
+    def sums_by_xla(*x):
+        return _of_runs(x[0], embedding.sum_sorted(*x, implementation="xla").grads)
+
     adagrad = RowwiseAdagrad(eps=1e-6, initial_accumulator=0.1)
     return [
         Case(
             "sums of rows",
             lambda: (*entries, normal(count, dim, dtype=BF16)),
             lambda *x: _of_runs(x[0], row_update.sum_runs(*x)),
-            lambda *x: _of_runs(
-                x[0], embedding.sum_sorted(*x, implementation="xla").grads
-            ),
+            sums_by_xla,
             SUMS,
         ),
         case("AdaGrad", draw, adagrad, 0.5),
@@ -149,7 +146,6 @@ def _of_runs(ids: Array, sums: Array) -> Array:
 
 def routes() -> list[Case]:
     """Returns the cases of lists that are too short, and long enough."""
-
     owners, part, count = 3, 300, 5000
     places = np.random.default_rng(0).integers(0, owners * part, count)
     places = np.where(np.arange(count) % 5, places, owners * part)  # of no owner
@@ -167,7 +163,6 @@ def routes() -> list[Case]:
 
 def merges() -> list[Case]:
     """Returns the case of lists of which some entries are unused."""
-
     count, capacity = 3, 350
     draws = np.random.default_rng(0)
     lists = draws.integers(0, 500, (count, capacity))
@@ -179,44 +174,33 @@ def merges() -> list[Case]:
         positions = jnp.arange(lists.size, dtype=jnp.int32)
         return tuple(jax.lax.sort((lists.ravel(), positions), num_keys=1))
 
-    ours = lambda lists: merge.merge_lists(lists)  # noqa: E731
-    return [Case("ascending lists", lambda: (lists,), ours, theirs, EXACT)]
+    return [Case("ascending lists", lambda: (lists,), merge.merge_lists, theirs, EXACT)]
 
 
 def row_wires() -> list[Case]:
     """Returns the cases of rows in each codec, packed and spread."""
-
     return [case for codec in ("bf16", "e4m3", "int8") for case in _row_wires_of(codec)]
 
 
 def _row_wires_of(codec: Codec) -> list[Case]:
     lists, capacity, dim, rows = 3, 24, 12, 50
     slots = _numbers((1000,), lists * capacity)
-    how: Any = dict(codec=codec)
 
     def draw():
         return uneven(rows, dim, dtype="f4"), _numbers((lists, capacity), rows)
 
     def draw_payload():
-        encode = functools.partial(row_codec.gather, implementation="xla", **how)
-        return jax.jit(encode)(*draw()), slots
+        how: Any = dict(codec=codec, implementation="xla")
+        return jax.jit(functools.partial(row_codec.gather, **how))(*draw()), slots
 
-    by_xla = dict(implementation="xla", **how)
+    def case(what, draw, ours, theirs, **how):
+        ours = functools.partial(ours, codec=codec, **how)
+        theirs = functools.partial(theirs, codec=codec, implementation="xla", **how)
+        return Case(f"rows in {codec}, {what}", draw, ours, theirs, EXACT)
+
     return [
-        Case(
-            f"rows in {codec}, packed",
-            draw,
-            lambda *x: row_wire.encode(*x, **how),
-            functools.partial(row_codec.gather, **by_xla),
-            EXACT,
-        ),
-        Case(
-            f"rows in {codec}, spread",
-            draw_payload,
-            lambda *x: row_wire.decode(*x, dim=dim, **how),
-            functools.partial(row_codec.scatter, dim=dim, **by_xla),
-            EXACT,
-        ),
+        case("packed", draw, row_wire.encode, row_codec.gather),
+        case("spread", draw_payload, row_wire.decode, row_codec.scatter, dim=dim),
     ]
 
 
@@ -235,8 +219,7 @@ _WORDS = np.array([3, 5], np.uint32)  # any: both round by the same
 
 def packings() -> list[Case]:
     """Returns the cases of vectors in each format: packed, added up, unpacked."""
-
-    return [case for format in ("int8", "e4m3") for case in _packings_of(format)]
+    return [*_packings_of("int8"), *_packings_of("e4m3")]
 
 
 def _packings_of(format: Format) -> list[Case]:
@@ -253,18 +236,13 @@ def _packings_of(format: Format) -> list[Case]:
     def run(name, provider, x):
         if name == "unpack":
             return provider.unpack(x, packing)
-        return _codes_and_scales(
-            getattr(provider, name)(x, jnp.asarray(_WORDS), packing), packing
-        )
+        rows = getattr(provider, name)(x, jnp.asarray(_WORDS), packing)
+        return _codes_and_scales(rows, packing)
 
-    def case(name: str, draw: Callable[[], tuple]) -> Case:
-        what = f"{name} in {format}"
-        return by_both(what, draw, functools.partial(run, name), packed, SUMS)
-
+    draws = {"pack": draw, "sum_packed": draw_packed, "unpack": draw_packed}
     return [
-        case("pack", draw),
-        case("sum_packed", draw_packed),
-        case("unpack", draw_packed),
+        by_both(f"{n} in {format}", draw, functools.partial(run, n), packed, SUMS)
+        for n, draw in draws.items()
     ]
 
 

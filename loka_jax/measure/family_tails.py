@@ -34,7 +34,6 @@ _BACKWARD = Forms(
 
 def norm_tails() -> list[Case]:
     """Returns the cases of each norm, with an activation or none, either way."""
-
     epilogues = [Epilogue("block", "swish"), Epilogue("none", "relu")]
     epilogues += [Epilogue("layer", "gelu"), Epilogue("rms", "none")]
     return [case for epilogue in epilogues for case in _norm_tails_of(epilogue)]
@@ -80,17 +79,12 @@ def _norm_tails_of(epilogue: Epilogue) -> list[Case]:
 def cross_tails() -> list[Case]:
     """Returns the cases of cross layers, beside a head too, and of their end."""
 
-    def draw(make, *, seeds: tuple[int, ...] = (0, 1), **rest):
-        return lambda: (
-            [make(seed) for seed in seeds],
-            make(9),
-            rest,
-            scale_in_vector(),
-        )
+    def draw(make, **rest):
+        return lambda: ([make(0), make(1)], make(9), rest, scale_in_vector())
 
     def run(provider, summands, x0, rest, scale, *, want, **how):
         scale = None if want.fp8 is None else scale
-        how = dict(want=want, y_scale_inv=scale, **how)
+        how |= dict(want=want, y_scale_inv=scale)
         return provider.cross_tail(summands, x0, **rest, **how)
 
     def behind_a_head():
@@ -134,9 +128,8 @@ def joined_casts() -> list[Case]:
     """Returns the case of features that are joined and cast."""
 
     def draw():
-        return *(
-            uneven(SHAPE[0], n, seed=n, dtype="f4") for n in (13, 317)
-        ), scale_in_vector()
+        parts = (uneven(SHAPE[0], n, seed=n, dtype="f4") for n in (13, 317))
+        return *parts, scale_in_vector()
 
     def run(provider, first, second, scale):
         return provider.joined_cast(first, second, want=_FORWARD, scale_inv=scale)

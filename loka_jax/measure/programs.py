@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from loka_jax import scaling
 from loka_jax.fp8 import Fp8Array
@@ -23,12 +23,10 @@ from loka_jax.measure.compiling import (
     NO_CAPTURE,
     UNTUNED,
     Abstract,
-    Lowered,
     abstract,
     evaluated,
-    lower,
+    leaves,
 )
-from loka_jax.normed import NormVectors
 from loka_jax.ops.device import Device, local_device
 from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.ops.products import Activations
@@ -37,37 +35,18 @@ from loka_jax.scaling import DelayedScaling
 from loka_jax.serving import fold
 from loka_jax.site import Choice, SiteSpec
 
-EPSILON = 1e-6
 _ROTATED_BYTES = 120e6  # twice the L2 of an H200
 _MAX_SETS = 16
 
-
-class Inputs(NamedTuple):
-    """What a pass takes, besides the gradient of its result."""
-
-    lhs: Float[Array, "m k"]
-    lhs_fp8: Fp8Array | None
-    rhs: Float[Array, "k n"]
-    vectors: NormVectors
-    state: DelayedScaling | None
-
-    def split(self) -> tuple["Inputs", tuple]:
-        """Returns what is there before inference, and the rows."""
-        return self._replace(lhs=None, lhs_fp8=None), (self.lhs, self.lhs_fp8)
+type State = DelayedScaling | None
 
 
 class Trained(NamedTuple):
-    """What the training pass returns.
-
-    Attributes:
-        results: by name: "y", "dlhs", "drhs" and so on.
-        y_fp8: the activations in FP8, if these leave.
-        state: the next delayed-scaling state, if there is one.
-    """
+    """What the training pass returns: "y", "dlhs", "drhs" and so on, the next state."""
 
     results: Mapping[str, Array]
     y_fp8: Fp8Array | None
-    state: DelayedScaling | None
+    state: State
 
 
 class Passes:
@@ -76,36 +55,36 @@ class Passes:
     `inference` is there once `prepare` was traced, which splits the program.
     """
 
-    def __init__(self, plan: KernelPlan, epsilon: float):
-        """Takes the plan of the candidate, and the summand of the variance."""
-        self._plan, self._epsilon = plan, epsilon
+    def __init__(self, plan: KernelPlan):
+        """Takes the plan of the candidate."""
+        self._plan = plan
         self._inference: Callable[..., Any] | None = None
 
-    def forward(self, inputs: Inputs) -> Array | Activations:
+    def forward(self, trial: Trial, state: State) -> Array | Activations:
         """Returns the activations."""
-        lhs = inputs.lhs
-        if inputs.lhs_fp8 is not None:
-            lhs = Activations(inputs.lhs, inputs.lhs_fp8)
-        arrays = SiteArrays(lhs, inputs.rhs, *inputs.vectors)
-        return run_site(self._plan, arrays, inputs.state, epsilon=self._epsilon)
+        lhs = trial.lhs
+        if trial.lhs_fp8 is not None:
+            lhs = Activations(trial.lhs, trial.lhs_fp8)
+        arrays = SiteArrays(lhs, trial.rhs, *trial.vectors)
+        return run_site(self._plan, arrays, state)
 
-    def training(self, inputs: Inputs, g: Float[Array, "m n"]) -> Trained:
+    def training(self, trial: Trial, state: State) -> Trained:
         """Returns the activations, all gradients, and the next state."""
 
-        def forward(differentiated: Inputs):
-            out = self.forward(differentiated._replace(lhs_fp8=inputs.lhs_fp8))
+        def forward(lhs, rhs, vectors, state):
+            out = self.forward(trial._replace(lhs=lhs, rhs=rhs, vectors=vectors), state)
             return (out.y, out.fp8) if isinstance(out, Activations) else (out, None)
 
-        differentiated = inputs._replace(lhs_fp8=None)
-        y, pull, y_fp8 = jax.vjp(forward, differentiated, has_aux=True)
-        (gradients,) = pull(g)
-        results = {"y": y, "dlhs": gradients.lhs, "drhs": gradients.rhs}
-        for name, gradient in gradients.vectors._asdict().items():
+        operands = trial.lhs, trial.rhs, trial.vectors, state
+        y, pull, y_fp8 = jax.vjp(forward, *operands, has_aux=True)
+        dlhs, drhs, dvectors, state = pull(trial.g)
+        results = {"y": y, "dlhs": dlhs, "drhs": drhs}
+        for name, gradient in dvectors._asdict().items():
             if gradient is not None:
                 results[f"d{name}"] = gradient
-        return Trained(results, y_fp8, gradients.state)
+        return Trained(results, y_fp8, state)
 
-    def prepare(self, weights: Inputs, *lhs: Any) -> list[Array]:
+    def prepare(self, weights: tuple, *lhs: Any) -> list[Array]:
         """Returns what inference needs of the weights; of `lhs` only its types."""
         folded = fold(self._infer, weights, *lhs)
         self._inference = folded.function
@@ -116,32 +95,24 @@ class Passes:
         assert self._inference is not None
         return self._inference(ready, *lhs)
 
-    def _infer(self, weights: Inputs, lhs, lhs_fp8) -> Array | Fp8Array:
-        out = self.forward(weights._replace(lhs=lhs, lhs_fp8=lhs_fp8))
+    def _infer(self, weights: tuple, lhs, lhs_fp8) -> Array | Fp8Array:
+        trial, state = weights
+        out = self.forward(trial._replace(lhs=lhs, lhs_fp8=lhs_fp8), state)
         return out.fp8 if isinstance(out, Activations) else out
 
 
-class Program(NamedTuple):
-    """A function, the arguments that it is lowered for, and options of the compiler."""
+def to_prepare(trial: Trial, state: State) -> tuple:
+    """Returns what `Passes.prepare` takes: what is there before inference, the rows."""
+    weights = trial._replace(lhs=None, lhs_fp8=None, g=None, headroom=None)
+    return (weights, state), trial.lhs, trial.lhs_fp8
 
-    function: Callable[..., Any]
-    arguments: Abstract
-    options: dict[str, str] = UNTUNED
 
-    def lower(self) -> Lowered:
-        """Returns the program lowered; uses no GPU."""
-        return lower(*self)
+# What `lower` takes: a function, its arguments, and options of the compiler.
+type Program = tuple[Callable[..., Any], Abstract, dict[str, str]]
 
 
 class Programs(NamedTuple):
-    """The programs of a candidate.
-
-    Attributes:
-        numerics: what its numbers should be.
-        passes: as functions.
-        begun: what "begin" returns, without values: `begin`.
-        by_name: the programs.
-    """
+    """The programs of a candidate, and what "begin" returns, without values."""
 
     numerics: Numerics
     passes: Passes
@@ -156,41 +127,31 @@ def planned(spec: SiteSpec, choice: Choice, device: Device | None = None) -> Ker
     return resolve(spec, choice, device or local_device())
 
 
-def programs_of(plan: KernelPlan, epsilon: float = EPSILON) -> Programs:
+def programs_of(plan: KernelPlan) -> Programs:
     """Returns the programs of a candidate; nothing is computed.
 
     Raises:
         Exception: of any kind, if the passes cannot be traced.
     """
-    numerics, passes = Numerics.of(plan, epsilon), Passes(plan, epsilon)
-    draw_one = functools.partial(draw, numerics.spec, numerics.compute_dtype.name)
+    numerics, passes = Numerics.of(plan), Passes(plan)
+    draw_one = functools.partial(draw, numerics.spec, numerics.recipe.compute_dtype)
     begin_one = functools.partial(begin, plan, numerics)
     aimed = abstract(arguments_of_draw("ordinary", 0))
     drawn = evaluated(lambda *arguments: (draw_one(*arguments),), aimed)
     begun = evaluated(begin_one, drawn)
 
-    def to_train(trial: Trial, stored, inputs: Inputs):
-        return inputs, trial.g
+    def to_infer(trial: Trial, stored, state):
+        return passes.prepare(*to_prepare(trial, state)), trial.lhs, trial.lhs_fp8
 
-    def to_prepare(trial, stored, inputs: Inputs):
-        weights, lhs = inputs.split()
-        return weights, *lhs
-
-    def to_infer(trial, stored, inputs: Inputs):
-        weights, lhs = inputs.split()
-        return passes.prepare(weights, *lhs), *lhs
-
-    by_name = {
-        "draw": Program(draw_one, aimed),
-        "begin": Program(begin_one, drawn),
+    trained = evaluated(lambda trial, stored, state: (trial, state), begun)
+    prepared = evaluated(to_prepare, trained)
+    by_name: dict[str, Program] = {
+        "draw": (draw_one, aimed, UNTUNED),
+        "begin": (begin_one, drawn, UNTUNED),
+        "training": (passes.training, trained, NO_CAPTURE),
+        "prepare": (passes.prepare, prepared, NO_CAPTURE),
+        "inference": (passes.inference, evaluated(to_infer, begun), NO_CAPTURE),
     }
-    timed = {
-        "training": (passes.training, to_train),
-        "prepare": (passes.prepare, to_prepare),
-        "inference": (passes.inference, to_infer),
-    }
-    for name, (function, arguments) in timed.items():
-        by_name[name] = Program(function, evaluated(arguments, begun), NO_CAPTURE)
     return Programs(numerics, passes, begun, by_name)
 
 
@@ -200,13 +161,26 @@ def arguments_of_draw(aim: str, seed: int) -> tuple:
 
 
 def begin(plan: KernelPlan, numerics: Numerics, trial: Trial):
-    """Returns the settled operands, the delayed scales, and what the passes take."""
+    """Returns the settled operands, the delayed scales, and a state with these."""
     trial, stored = settle(numerics, trial)
-    recipe, state = plan.choice.recipe, None
-    if recipe.is_delayed:
-        state = scaling.stored(stored, recipe)
-    inputs = Inputs(trial.lhs, trial.lhs_fp8, trial.rhs, trial.vectors, state)
-    return trial, stored, inputs
+    recipe = plan.choice.recipe
+    return trial, stored, scaling.stored(stored, recipe) if recipe.is_delayed else None
+
+
+def operand_sets(compiled: Mapping[str, Any], count: int) -> dict[str, list[tuple]]:
+    """Returns what compiled passes take of ordinary operands, by pass and set.
+
+    Delayed scales are those of the first set. Inference takes what "prepare" returns,
+    and is left out without it.
+    """
+    arguments = (arguments_of_draw("ordinary", seed) for seed in range(count))
+    trials = [compiled["draw"](*leaves(x)) for x in arguments]
+    _, _, state = compiled["begin"](*leaves((trials[0],)))
+    taken = {"training": [leaves((trial, state)) for trial in trials]}
+    if "prepare" in compiled:
+        ready = compiled["prepare"](*leaves(to_prepare(trials[0], state)))
+        taken["inference"] = [leaves((ready, x.lhs, x.lhs_fp8)) for x in trials]
+    return taken
 
 
 def form_spec(spec: SiteSpec, form: str) -> SiteSpec:
@@ -223,7 +197,12 @@ def form_spec(spec: SiteSpec, form: str) -> SiteSpec:
 
 
 def chain_forms(spec: SiteSpec, choice: Choice) -> tuple[str, ...]:
-    """Returns the forms of a candidate in a chain; the last has all that it does."""
+    """Returns the forms of a candidate in a chain; the last has all that it does.
+
+    None but Pallas kernels hand FP8 on.
+    """
+    if choice.provider != "pallas":
+        return ()
     reads_fp8 = planned(spec, choice).reads_fp8
     return ("out", "in", "in out") if reads_fp8 else ("out",)
 

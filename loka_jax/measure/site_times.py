@@ -12,14 +12,20 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array
 
-from loka_jax.measure.checking import Check
-from loka_jax.measure.compiling import compile_lowered, leaves, lower
-from loka_jax.measure.programs import Inputs, num_rotated, planned, programs_of
+from loka_jax.measure.check_operands import Trial
+from loka_jax.measure.compiling import compile_lowered, lower
+from loka_jax.measure.programs import (
+    State,
+    num_rotated,
+    operand_sets,
+    planned,
+    programs_of,
+)
 from loka_jax.measure.site_errors import product
 from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
-from loka_jax.recipe import Recipe, Role, get_recipe
+from loka_jax.recipe import ROLE_OPERANDS, Recipe, Role, get_recipe
 from loka_jax.site import BF16, Choice, Provider, SiteSpec
 
 _BACKWARD: tuple[Role, ...] = ("dlhs", "drhs")
@@ -71,30 +77,23 @@ def _cases(spec: SiteSpec, choice: Choice) -> dict[str, Case]:
     """Returns what is timed of a candidate; an exception where it does not compile."""
     plan = planned(spec, choice)
     _, passes, _, programs = programs_of(plan)
-    arguments, recipe = programs["training"].arguments, plan.choice.recipe
+    (_, arguments, _), recipe = programs["training"], plan.choice.recipe
     # All take what the training pass takes.
-    parts = {
-        "training": passes.training,
-        "fwd": lambda inputs, g: passes.forward(inputs),
-    }
+    parts = {"training": passes.training, "fwd": passes.forward}
     if choice.provider == "xla":
         parts |= {role: _product_of(role, recipe) for role in _BACKWARD}
     lowered = {name: lower(part, arguments) for name, part in parts.items()}
-    own = {name: programs[name].lower() for name in ("draw", "begin")}
+    own = {name: lower(*programs[name]) for name in ("draw", "begin")}
     compiled = compile_lowered(own | lowered)
-    check = Check(None, own)
-    trials = check.draw(compiled, num_rotated(spec))
-    pairs = zip(check.inputs(compiled, trials), trials, strict=True)
-    sets = [leaves((inputs, trial.g)) for inputs, trial in pairs]
+    sets = operand_sets(compiled, num_rotated(spec))["training"]
     return {f"{name} {choice.name}": Case(compiled[name], sets) for name in parts}
 
 
-def _product_of(role: Role, recipe: Recipe) -> Callable[[Inputs, Array], Array]:
+def _product_of(role: Role, recipe: Recipe) -> Callable[[Trial, State], Array]:
     """Returns the product of a role of the backward pass."""
 
-    def of_role(inputs: Inputs, g: Array) -> Array:
-        lhs, rhs = inputs.lhs, inputs.rhs
-        first, second = (g, rhs) if role == "dlhs" else (lhs, g)
-        return product(role, first, second, recipe, inputs.state)
+    def of_role(trial: Trial, state: State) -> Array:
+        first, second = (getattr(trial, name) for name in ROLE_OPERANDS[role])
+        return product(role, first, second, recipe, state)
 
     return of_role

@@ -13,47 +13,33 @@ import jax
 
 
 class Timing(NamedTuple):
-    """Microseconds per call, over several rounds.
+    """Microseconds per call: of the median, best and worst of some calls or rounds.
 
     Attributes:
-        median_us: of the rounds.
-        min_us: the best round.
-        max_us: the worst round.
+        kernels: kernels and copies of a call on the device, whose time this is; None
+            if it is wall clock.
     """
 
     median_us: float
     min_us: float
     max_us: float
+    kernels: float | None = None
+
+    @classmethod
+    def of(cls, times: Sequence[float], kernels: float | None = None) -> "Timing":
+        """Returns the times of calls or rounds in short."""
+        return cls(statistics.median(times), min(times), max(times), kernels)
 
 
 class Kernels(NamedTuple):
-    """The kernels and copies of a call.
+    """The kernels and copies of a call: their number, and the sum of their durations.
 
-    Attributes:
-        count: their number.
-        busy_us: the sum of their durations.
-        longest: (name, microseconds, count) of those with the longest total time.
+    The longest, by their total time, are (name, microseconds, count).
     """
 
     count: float
     busy_us: float
     longest: list[tuple[str, float, float]]
-
-
-class KernelTime(NamedTuple):
-    """The device's microseconds per call, over many calls.
-
-    Attributes:
-        median_us: of the calls.
-        min_us: the best call.
-        max_us: the worst call.
-        kernels: kernels and copies of a call; None if this is wall clock.
-    """
-
-    median_us: float
-    min_us: float
-    max_us: float
-    kernels: float | None
 
 
 class Event(NamedTuple):
@@ -71,7 +57,7 @@ class Case(NamedTuple):
     """
 
     function: Callable[..., Any]
-    arguments: Sequence[tuple]
+    arguments: list[tuple]
 
 
 def time_chains(
@@ -81,8 +67,8 @@ def time_chains(
 
     Args:
         chains: functions that queue a number of calls and return outputs to wait for.
-        calls: calls queued in a round, enough to hide the dispatch of the first.
-        rounds: rounds measured, after one to warm up.
+        calls: in a round, enough to hide the dispatch of the first.
+        rounds: measured, after one to warm up.
     """
     times_by_name = collections.defaultdict(list)
     for i in range(rounds + 1):
@@ -92,10 +78,7 @@ def time_chains(
             if i:
                 us = (time.perf_counter() - start) / calls * 1e6
                 times_by_name[name].append(us)
-    return {
-        name: Timing(statistics.median(times), min(times), max(times))
-        for name, times in times_by_name.items()
-    }
+    return {name: Timing.of(times) for name, times in times_by_name.items()}
 
 
 def profile_kernels(chain: Callable[[int], Any], *, calls: int = 10) -> Kernels | None:
@@ -108,11 +91,8 @@ def profile_kernels(chain: Callable[[int], Any], *, calls: int = 10) -> Kernels 
     count = sum(map(len, durations.values())) / calls
     busy = sum(map(sum, durations.values())) / calls
     longest = sorted(durations.items(), key=lambda item: -sum(item[1]))[:15]
-    return Kernels(
-        count,
-        busy,
-        [(name[:120], sum(t) / calls, len(t) / calls) for name, t in longest],
-    )
+    totals = [(name[:120], sum(t) / calls, len(t) / calls) for name, t in longest]
+    return Kernels(count, busy, totals)
 
 
 def profile_ops(chain: Callable[[int], Any], *, calls: int = 10) -> dict[str, float]:
@@ -125,8 +105,7 @@ def profile_ops(chain: Callable[[int], Any], *, calls: int = 10) -> dict[str, fl
         return {}
     us_by_op: dict[str, float] = collections.defaultdict(float)
     for event in _profiled(chain, calls):
-        stats = {key: value for key, value in event.stats}
-        op = str(stats.get("hlo_op", event.name))
+        op = str(dict(event.stats).get("hlo_op", event.name))
         us_by_op[op] += event.duration_ns / 1e3 / calls
     return dict(us_by_op)
 
@@ -145,7 +124,7 @@ _LEAST_GAP_NS = 15e6
 
 def time_kernels[Name](
     cases: Mapping[Name, Case], *, min_calls: int = 24
-) -> dict[Name, KernelTime]:
+) -> dict[Name, Timing]:
     """Returns the kernel time per call of each case, by one profile of them all.
 
     Without a GPU it is wall clock, good only to try a benchmark.
@@ -168,13 +147,9 @@ def time_kernels[Name](
     for _ in range(3):
         parts = split_at_gaps(_profile(cases, min_calls), _LEAST_GAP_NS)
         if len(parts) == len(cases):
-            calls = [
-                _rounds(case, min_calls) * len(case.arguments)
-                for case in cases.values()
-            ]
             return {
-                name: kernel_time(part, count)
-                for name, part, count in zip(cases, parts, calls, strict=True)
+                name: kernel_time(part, _rounds(case, min_calls) * len(case.arguments))
+                for (name, case), part in zip(cases.items(), parts, strict=True)
             }
     raise RuntimeError(f"a profile of {len(cases)} cases fell into {len(parts)} parts.")
 
@@ -191,16 +166,15 @@ def split_at_gaps(events: Sequence[Event], least_gap_ns: float) -> list[list[Eve
     return parts
 
 
-def kernel_time(events: Sequence[Event], calls: int) -> KernelTime:
+def kernel_time(events: Sequence[Event], calls: int) -> Timing:
     """Returns the time per call; only its mean if calls differ in their kernels."""
     durations = [event.duration_ns / 1e3 for event in events]
     count = len(durations) / calls
     if len(durations) % calls:
-        mean = sum(durations) / calls
-        return KernelTime(mean, mean, mean, count)
+        return Timing.of([sum(durations) / calls], count)
     size = len(durations) // calls
     times = [sum(durations[i : i + size]) for i in range(0, len(durations), size)]
-    return KernelTime(statistics.median(times), min(times), max(times), count)
+    return Timing.of(times, count)
 
 
 def _rounds(case: Case, min_calls: int) -> int:
@@ -249,11 +223,10 @@ def _device_events(run: Callable[[], Any], options: Any = None) -> list:
     ]
 
 
-def _wall_clock(case: Case, calls: int = 3) -> KernelTime:
+def _wall_clock(case: Case) -> Timing:
     times = []
-    for i in range(calls):
+    for arguments in (case.arguments * 3)[:3]:
         start = time.perf_counter()
-        arguments = case.arguments[i % len(case.arguments)]
         jax.block_until_ready(case.function(*arguments))
         times.append((time.perf_counter() - start) * 1e6)
-    return KernelTime(statistics.median(times), min(times), max(times), None)
+    return Timing.of(times)

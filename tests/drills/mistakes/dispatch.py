@@ -80,8 +80,8 @@ MISTAKES = [
     Mistake(
         "a choice of inference is checked by its training pass",
         f"{_DISPATCH}/first_use.py",
-        "Job(spec, (choice,), passes=(pass_name,),",
-        'Job(spec, (choice,), passes=("training",),',
+        "candidate_job(spec, choice, pass_name, in_chain",
+        'candidate_job(spec, choice, "training", in_chain',
         "unit/dispatch/at_start_test.py",
     ),
     Mistake(
@@ -129,10 +129,8 @@ MISTAKES = [
     Mistake(
         "times are taken while others compile",
         f"{_DISPATCH}/measuring.py",
-        """    with gpu.alone():
-        begin("")""",
-        """    with gpu.together():
-        begin("")""",
+        "with turn(ALONE):",
+        "with turn(TOGETHER):",
         "unit/dispatch/measuring_test.py",
     ),
     Mistake(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import pytest
@@ -22,6 +23,7 @@ from loka_jax.measure.checking import NO_MEMORY
 from loka_jax.measure.intervals import Interval
 from loka_jax.site import BF16, Choice, SiteSpec
 from tests.support.dispatch import HEADER, KERNEL, ROW, fitted, site
+from tests.support.stand_ins import CPU
 
 TENSOR, FP8_KERNEL = "xla fp8_tensorwise", "pallas fp8_rowwise"
 
@@ -57,26 +59,31 @@ def test_sites_at_stake_come_first_and_each_spec_once():
     sites = [_site(path, m=m) for path, m in sizes.items()]
     sites.append(_site("e", m=90_000, recipe="f32"))
     jobs = jobs_worth_measuring(sites, _model())
-    assert [job.spec.m for job in jobs] == [60_000, 2000, 1000]
-    assert all(job.choices[0] == BF16 and 2 <= len(job.choices) <= 9 for job in jobs)
-    kept = [(job.passes, job.in_chain, job.pairs) for job in jobs]
-    assert kept == [(("training",), False, 0)] * 3
+    assert _rows(jobs) == [60_000, 2000, 1000]
+    for m in _rows(jobs):
+        first, *others = (job.choice for job in jobs if job.spec.m == m)
+        assert first == BF16 and 1 <= len(others) <= 8
+    assert {(job.passes, job.in_chain) for job in jobs} == {(("training",), False)}
     # What several sites may gain adds up.
     many = [_site(f"{i}", m=2000) for i in range(20)]
     jobs = jobs_worth_measuring([*sites, *many], _model())
-    assert [job.spec.m for job in jobs] == [2000, 60_000, 1000]
+    assert _rows(jobs) == [2000, 60_000, 1000]
+
+
+def _rows(jobs):
+    """Returns the rows of the sites of jobs, in their order."""
+    return list(dict.fromkeys(job.spec.m for job in jobs))
 
 
 def _found(job, us):
-    (choice,) = job.choices
-    return Table(HEADER, {job.spec: Entry({"training": {choice.name: us}})})
+    return Table(HEADER, {job.spec: Entry({"training": {job.choice.name: us}})})
 
 
 def test_idle_processes_are_spread_over_sites_and_xla_comes_first():
     agenda = Agenda([_site("a", m=1000), _site("b", m=60_000)], _model())
     jobs = [agenda.next_job() for _ in range(4)]
     assert [job.spec.m for job in jobs] == [60_000, 1000] * 2
-    assert [job.choices == (BF16,) for job in jobs] == [True, True, False, False]
+    assert [job.choice == BF16 for job in jobs] == [True, True, False, False]
     # Those of XLA are not compared with the reference.
     assert [job.is_judged for job in jobs] == [False, False, True, True]
     # A site of which one is done has the fewest under way.
@@ -87,11 +94,11 @@ def test_idle_processes_are_spread_over_sites_and_xla_comes_first():
 def test_a_measurement_makes_others_superfluous():
     # A kernel of a tenth of what was predicted leaves nothing that may be faster.
     agenda = Agenda([_site("a")], _model())
-    while (job := agenda.next_job()) is not None and job.choices == (BF16,):
+    while (job := agenda.next_job()) is not None and job.choice == BF16:
         agenda.learn(job, _found(job, 100.0))
     agenda.learn(job, _found(job, 0.1))
     while (job := agenda.next_job()) is not None:
-        assert not job.choices[0].is_fp8
+        assert not job.choice.is_fp8
         agenda.learn(job, _found(job, 100.0))
 
 
@@ -103,13 +110,13 @@ def test_measurements_are_kept_and_read_by_the_next_start(monkeypatch, tmp_path)
         table = tables.read(cache) if cache.exists() else Table(header_here())
         return Local(PerformanceModel.of(table, fitted=fitted()))
 
-    def measure_on_demand(next_job, workers, say, *, seconds):
+    def measure_all(jobs, workers, say, *, seconds):
         calls.append(seconds)
-        for i, job in enumerate(iter(next_job, None)):
-            yield job, Entry({"training": {job.choices[0].name: 5.0 + i}})
+        for i, job in enumerate(itertools.takewhile(bool, jobs)):
+            yield job, Entry({"training": {job.choice.name: 5.0 + i}})
 
     monkeypatch.setattr(at_start, "local_performance", known)
-    monkeypatch.setattr(at_start, "measure_on_demand", measure_on_demand)
+    monkeypatch.setattr(at_start, "measure_all", measure_all)
     # Two of one shape; on a head Dispatch does not decide.
     sites = [own, dataclasses.replace(own, path="b"), site("head", recipe="f32")]
     for _ in range(2):
@@ -131,43 +138,42 @@ SITES = [
 
 
 def _jobs(sites, timed=(), **options):
-    performance = PerformanceModel.of(Table(HEADER), fitted=fitted())
-    config = TuneConfig(pairs=3, rows=17, seed=5, **options)
-    return list(jobs_of("model", sites, {"a": "stats"}, config, timed, performance))
+    config = TuneConfig(pairs=3, rows=17, **options)
+    return list(jobs_of("model", sites, {"a": "stats"}, config, timed))
 
 
 def test_each_shape_is_timed_once_and_errors_are_of_every_site():
-    a, b, c = _jobs(SITES)
-    assert a.choices == tuple(candidates(a.spec)) and a.spec == table_key(SITES[0].spec)
-    assert b.choices == () and c.choices
-    assert [job.stats for job in (a, b, c)] == ["stats", None, None]
-    assert [job.source for job in (a, b)] == ["model a", "N(0, 1) for model b"]
-    assert all((job.pairs, job.rows, job.seed) == (3, 17, 5) for job in (a, b, c))
+    jobs = _jobs(SITES)
+    of_errors = [job for job in jobs if job.choice is None]
+    a, b, c = (job.spec for job in of_errors)
+    assert a == b == table_key(SITES[0].spec) and _choices(jobs, a) == [
+        *candidates(a, CPU)
+    ]
+    assert _choices(jobs, c)
+    assert [job.stats for job in of_errors] == ["stats", None, None]
+    assert [job.source for job in of_errors[:2]] == ["model a", "N(0, 1) for model b"]
+    assert all((job.pairs, job.rows) == (3, 17) for job in of_errors)
     # Two batch sizes, one of which was timed.
-    jobs = _jobs(SITES[2:3], timed=[c.spec], batch_sizes=(4096, 128))
-    times_of = [(job.spec.m, bool(job.choices)) for job in jobs]
-    assert times_of == [(4096, False), (128, True)]
-    # The most promising, if asked: the kernel in FP8 takes the least time.
-    (few,) = _jobs(SITES[:1], most=1)
-    in_bf16 = {choice for choice in a.choices if not choice.is_fp8}
-    assert set(few.choices) == in_bf16 | {Choice.parse(FP8_KERNEL)}
+    jobs = _jobs(SITES[2:3], timed=[c], batch_sizes=(4096, 128))
+    assert _rows(jobs) == [4096, 128]
+    assert {job.spec.m for job in jobs if job.choice is not None} == {128}
+
+
+def _choices(jobs, spec):
+    return [job.choice for job in jobs if job.spec == spec and job.choice is not None]
 
 
 def test_a_table_has_the_times_and_the_effect_of_its_operands(monkeypatch):
-    asked = []
-
     def measure_all(jobs, workers, say):
-        asked.extend(jobs)
         assert workers == 3
         for job in jobs:
-            yield job, Entry({"training": {x.name: 1.0 for x in job.choices}})
+            times = {} if job.choice is None else {"training": {job.choice.name: 1.0}}
+            yield job, Entry(times)
 
     monkeypatch.setattr(tuning, "measure_all", measure_all)
     effects = dict.fromkeys("ac", Interval(1e-4, -1e-5, 2e-4))
     config = TuneConfig(workers=3)
     found = list(tune("model", SITES, {"a": None}, config, effects=effects))
-    # Two parts of a job for each of three processes, of three jobs; one has no times.
-    assert len(found) == len(asked) == 5 and sum(job.pairs > 0 for job in asked) == 3
     merged = functools.reduce(Table.merged, found)
     first, third = (merged.sites[table_key(SITES[i].spec)] for i in (0, 2))
     assert BF16.name in first.times["training"]
@@ -216,11 +222,11 @@ def workers(monkeypatch, tmp_path):
     def measure_all(jobs, count, say, *, seconds):
         assert 0 < seconds <= 30
         for job in jobs:
-            (choice,) = job.choices
-            asked.append(choice)
-            why = wrong.get(choice)
-            failures = {} if why is None else {choice.name: why}
-            times = {"training": {choice.name: 5.0}} if why is None else {}
+            asked.append(job.choice)
+            why = wrong.get(job.choice)
+            failures = {} if why is None else {job.choice.name: why}
+            (name,) = job.passes
+            times = {name: {job.choice.name: 5.0}} if why is None else {}
             yield job, Entry(times, failures=failures)
 
     monkeypatch.setattr(at_start, "measure_all", measure_all)
@@ -283,24 +289,19 @@ def test_what_may_be_faster_is_measured_before_the_plan_is_made(workers, perform
     assert _choice(checked) == BF16 and not checked.notes
 
 
-def test_an_inference_plan_is_checked_by_times_of_inference(performance):
-    fit, asked = fitted(), []
+def test_an_inference_plan_is_checked_by_times_of_inference(workers):
+    _, asked, _ = workers
+    fit = fitted()
     for entry in fit.sites.values():
         entry.times["inference"] = entry.times["training"]
     known = Entry({"training": {FIRST.name: 4.0, BF16.name: 5.0}})
     known = PerformanceModel.of(Table(header_here(), {SPEC: known}), fitted=fit)
-
-    def measure(jobs, seconds):
-        for job in jobs:
-            (choice,), (name,) = job.choices, job.passes
-            asked.append((choice, name))
-            entry = Entry({name: {choice.name: 5.0}})
-            yield job, Table(header_here(), {SPEC: entry})
-
-    check(known, measure=measure)
+    check(known)
     assert not asked
-    check(known, pass_name="inference", measure=measure)
-    assert asked == [(FIRST, "inference"), (BF16, "inference")]
+    checked = check(known, pass_name="inference")
+    assert asked == [FIRST, BF16]
+    times = checked.performance.table.sites[SPEC].times["inference"]
+    assert times == {FIRST.name: 5.0, BF16.name: 5.0}
 
 
 def test_what_was_not_checked_does_not_run(workers, performance, monkeypatch):
@@ -313,5 +314,5 @@ def test_what_was_not_checked_does_not_run(workers, performance, monkeypatch):
 def test_kernels_of_a_chain_are_checked_as_parts_of_it(performance):
     chain = [PAIR[0], _large("b", follows=True)]
     jobs = unchecked([plan_of(performance)], chain, performance, "training")
-    found = [(*job.choices, job.in_chain, job.pairs) for job in jobs]
-    assert found == [(FIRST, True, 0), (BF16, False, 0)]
+    found = [(job.choice, job.in_chain) for job in jobs]
+    assert found == [(FIRST, True), (BF16, False)]

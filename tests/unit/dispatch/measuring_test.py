@@ -1,23 +1,19 @@
 """What is measured of candidates at a site, in which order, and in which turn."""
 
 import contextlib
-import types
 from typing import NamedTuple
 from unittest import mock
 
-import numpy as np
 import pytest
 
 from loka_jax.dispatch import measuring
-from loka_jax.dispatch.measuring import GpuUse, Job, measure_site
+from loka_jax.dispatch.measuring import Job, measure_site
 from loka_jax.dispatch.table import MEASURES, Entry
 from loka_jax.measure import programs
 from loka_jax.measure.checking import Check
 from loka_jax.measure.compiling import NO_CAPTURE, UNTUNED, Lowered
 from loka_jax.measure.intervals import Interval
-from loka_jax.measure.programs import Inputs
-from loka_jax.measure.timing import KernelTime
-from loka_jax.normed import NO_VECTORS
+from loka_jax.measure.timing import Timing
 from loka_jax.recipe import ROLES
 from loka_jax.site import Choice, SiteSpec
 from tests.support import stand_ins
@@ -25,14 +21,12 @@ from tests.support import stand_ins
 SPEC = SiteSpec(4096, 256, 512, "layer", "swish")
 XLA, ROW = "xla bf16", "xla fp8_rowwise"
 KERNEL, FP8, TENSOR = "pallas bf16", "pallas fp8_rowwise", "xla fp8_tensorwise"
+PASSES = ("training", "inference")
 NO_ERRORS = {role: {} for role in ROLES}
 
 
 class _Compiled(NamedTuple):
     name: str
-
-    def __call__(self, *arguments):
-        return [np.zeros(1)]
 
 
 class _Check(Check):
@@ -42,26 +36,17 @@ class _Check(Check):
     log: list = []
 
     def why_wrong(self, compiled):
-        names = {program.name.partition(" ")[0] for program in compiled.values()}
-        self.log.append(f"check {sorted(names)}")
-        return self.wrong
-
-    def draw(self, compiled, count):
-        return [types.SimpleNamespace(g=np.ones(2))] * count
-
-    def inputs(self, compiled, trials):
-        return [Inputs(np.ones(3), None, np.ones(4), NO_VECTORS, None)] * len(trials)
+        self.log.append(f"check {sorted(compiled)}")
+        return self.why_not_compiled(compiled) or self.wrong
 
 
 @pytest.fixture
 def bench(monkeypatch):
     """Measures jobs on a stand-in for a Hopper GPU, and notes in which order."""
     bench = Bench()
-    for module in (measuring, programs):
-        monkeypatch.setattr(module, "local_device", lambda: stand_ins.HOPPER)
-    monkeypatch.setattr(measuring, "compile_lowered", bench.compile_lowered)
-    monkeypatch.setattr(measuring, "time_kernels", bench.time_kernels)
-    monkeypatch.setattr(measuring, "lower_check", bench.check)
+    monkeypatch.setattr(programs, "local_device", lambda: stand_ins.HOPPER)
+    for name in ("compile_lowered", "time_kernels", "lower_check", "operand_sets"):
+        monkeypatch.setattr(measuring, name, getattr(bench, name))
     monkeypatch.setattr(measuring, "measure_errors", lambda job: NO_ERRORS)
     return bench
 
@@ -76,29 +61,25 @@ class Bench:
         if not lowered:
             return {}
         tuned = "tuned" if next(iter(lowered.values())).is_tuned else "untuned"
-        names = ", ".join(sorted({name.partition(":")[2] for name in lowered}))
-        self.log.append(f"compile {tuned} {len(lowered)} of {names}")
+        self.log.append(f"compile {tuned} {' '.join(sorted(lowered))}")
         error = dict.fromkeys(self.broken, ValueError("too\nlarge"))
         return {name: error.get(name, _Compiled(name)) for name in lowered}
 
-    def time_kernels(self, cases):
-        self.log.append(f"time {len(cases)}")
-        names = {program: program.name.partition(":") for program in cases}
-        us = {
-            x: 10 * len(name) + len(form.split())
-            for x, (form, _, name) in names.items()
-        }
-        return {x: KernelTime(time + 0.004, 0.0, 1e9, None) for x, time in us.items()}
+    def operand_sets(self, compiled, count):
+        return dict.fromkeys(compiled, [()] * count)
 
-    def check(self, spec, choice):
-        """Returns the check of a candidate."""
+    def time_kernels(self, cases):
+        self.log.append(f"time {' '.join(cases)}")
+        return {name: Timing(len(name) + 0.004, 0.0, 1e9, None) for name in cases}
+
+    def lower_check(self, spec, choice):
         form = (" in" if spec.fp8_in else "") + (" out" if spec.out == "fp8" else "")
-        self.log.append(f"lower {choice.name}{form}")
+        self.log.append(f"lower{form}")
         timed = ("training", "prepare", "inference")
         lowered = {x: Lowered(x, UNTUNED) for x in ("draw", "begin", "judge")}
         lowered |= {x: Lowered(x, NO_CAPTURE) for x in timed}
         check = _Check(None, lowered, self.refused.get(choice.name))
-        check.wrong, check.log = self.wrong.get(choice.name + form), self.log
+        check.wrong, check.log = self.wrong.get(form.strip()), self.log
         return check
 
     @contextlib.contextmanager
@@ -107,84 +88,68 @@ class Bench:
         yield
         self.log.append(f"</{kind}>")
 
-    def measure(self, *names, begin=lambda name: None, **options):
-        """Returns the measurements of candidates by name."""
-        options = {"in_chain": False} | options
-        job = Job(SPEC, tuple(map(Choice.parse, names)), source="s", **options)
-        gpu = GpuUse(lambda: self.turn("together"), lambda: self.turn("alone"))
-        return measure_site(job, begin, gpu)
+    def measure(self, name, **options):
+        """Returns the measurements of a candidate by name, or of errors."""
+        choice = None if name is None else Choice.parse(name)
+        return measure_site(Job(SPEC, choice, source="s", **options), self.turn)
 
 
 def test_the_gpu_is_used_in_turn(bench):
-    entry = bench.measure(XLA, ROW, pairs=2)
-    own = f"{XLA}, {ROW}"
-    checked = "check ['begin', 'draw', 'inference', 'judge', 'prepare', 'training']"
+    entry = bench.measure(ROW)
     assert bench.log == [
-        *("<together>", "</together>"),  # errors
-        *(f"lower {XLA}", f"lower {ROW}"),
-        f"compile untuned 8 of {own}",  # prepare is not timed
+        "lower",
+        "compile untuned begin draw judge prepare",  # prepare is not timed
         "<together>",
-        f"compile tuned 4 of {own}",
-        *(checked, checked),
+        "compile tuned inference training",
+        "check ['begin', 'draw', 'inference', 'judge', 'prepare', 'training']",
         "</together>",
-        *("<alone>", "time 4", "</alone>"),
+        *("<alone>", "time training inference", "</alone>"),
     ]
     # Rounded, so that a table can be read.
-    times = dict.fromkeys(("training", "inference"), {XLA: 81.0, ROW: 151.0})
-    assert entry == Entry(times, {"s": NO_ERRORS})
+    assert entry == Entry({"training": {ROW: 8.0}, "inference": {ROW: 9.0}})
+    bench.log.clear()
+    assert bench.measure(None, pairs=2) == Entry(errors={"s": NO_ERRORS})
+    assert bench.log == ["<together>", "</together>"]
 
 
 def test_what_is_not_asked_for_is_not_measured(bench):
     entry = bench.measure(XLA, passes=("training",), is_judged=False)
-    assert entry == Entry({"training": {XLA: 81.0}})
-    assert bench.log[3] == "compile untuned 4 of xla bf16"
+    assert entry == Entry({"training": {XLA: 8.0}})
+    assert bench.log[1] == "compile untuned begin draw inference prepare"
     assert not any(line.startswith("check") for line in bench.log)
-    bench.log.clear()
-    assert bench.measure(pairs=1) == Entry(errors={"s": NO_ERRORS})
-    assert bench.log == ["<together>", "</together>"]
 
 
 def test_who_is_wrong_has_no_time(bench):
-    bench.wrong[ROW] = "y is off"
-    bench.refused[FP8] = "does not compile: why"
-    bench.broken = (f"inference :{KERNEL}",)
-    entry = bench.measure(XLA, ROW, FP8, KERNEL, "pallas fp8_blockwise")
-    failures = entry.failures
-    assert failures.pop("pallas fp8_blockwise").startswith("does not run: ")
-    assert failures == {
-        ROW: "y is off",
-        FP8: "does not compile: why",
-        KERNEL: "does not compile: ValueError: too large",
-    }
-    assert entry.times["training"].keys() == {XLA}
-    # Without a right one nothing is timed.
-    bench.wrong[XLA] = "y is off"
-    bench.log.clear()
-    assert bench.measure(XLA).times == {} and "<alone>" not in bench.log
-
-
-def test_in_a_serial_job_each_is_named_before_it_is_compiled(bench):
-    said = []
-    bench.measure(XLA, ROW, begin=said.append, is_serial=True)
-    assert said == ["", *[XLA, ROW] * 4, ""]  # lowered, compiled twice, checked
+    bench.wrong[""] = "y is off"
+    assert bench.measure(ROW) == Entry(failures={ROW: "y is off"})
+    bench.broken = ("inference",)
+    failure = "does not compile: ValueError: too large"
+    for is_judged in (True, False):
+        entry = bench.measure(KERNEL, is_judged=is_judged)
+        assert entry == Entry(failures={KERNEL: failure})
+    bench.refused[FP8] = "does not run: why"
+    assert bench.measure(FP8) == Entry(failures={FP8: "does not run: why"})
+    assert "<alone>" not in bench.log
 
 
 def test_kernels_are_timed_in_chains_too_if_right_in_each(bench):
-    entry = bench.measure(XLA, KERNEL, FP8, in_chain=True)
-    # The kernel in bfloat16 reads no FP8; the last form is checked.
-    forms = {KERNEL: [" out"], FP8: [" out", " in", " in out"]}
-    lowered = [line for line in bench.log if line.startswith("lower")][3:]
-    assert lowered == [f"lower {x}{form}" for x, own in forms.items() for form in own]
-    assert entry.times["training out"] == {KERNEL: 112.0, FP8: 182.0}
-    assert entry.times["training in"] == {FP8: 182.0}
-    assert entry.times["inference in out"] == {FP8: 183.0}
-    assert sum(line.startswith("check") for line in bench.log) == 5
-    bench.wrong[f"{FP8} out"] = "y is off"  # not the last form: not checked
-    assert not bench.measure(XLA, FP8, in_chain=True).failures
-    bench.wrong[f"{FP8} in out"] = "y is off"
-    entry = bench.measure(XLA, FP8, in_chain=True)
-    assert entry.failures == {FP8: "y is off, in chains"}
-    assert not any(FP8 in times for times in entry.times.values())
+    forms = {XLA: [""], KERNEL: ["", " out"], FP8: ["", " out", " in", " in out"]}
+    for name, own in forms.items():  # the kernel in bfloat16 reads no FP8
+        bench.log.clear()
+        entry = bench.measure(name, in_chain=True)
+        assert entry.times.keys() == {
+            f"{pass_name}{form}" for pass_name in PASSES for form in own
+        }
+        lowered = [line for line in bench.log if line.startswith("lower")]
+        assert lowered == [f"lower{form}" for form in own]
+        # Alone, and in the last form.
+        checks = sum(line.startswith("check") for line in bench.log)
+        assert checks == min(len(own), 2)
+    bench.wrong["out"] = "y is off"  # not the last form: not checked
+    assert bench.measure(FP8, in_chain=True).times
+    bench.wrong["in out"] = "y is off"
+    entry = bench.measure(FP8, in_chain=True)
+    assert entry == Entry(failures={FP8: "y is off, in chains"})
 
 
 def test_errors_that_a_table_keeps_are_finite_and_of_xla(monkeypatch):
@@ -194,7 +159,7 @@ def test_errors_that_a_table_keeps_are_finite_and_of_xla(monkeypatch):
     by_role = {role: {x: {"drawn": y} for x, y in found.items()} for role in ROLES}
     site_errors = mock.Mock(return_value=by_role)
     monkeypatch.setattr(measuring, "site_errors", site_errors)
-    job = Job(SPEC, (), pairs=3, rows=99)
+    job = Job(SPEC, None, pairs=3, rows=99)
     kept = dict.fromkeys(MEASURES, Interval(0.01235, 0.01, 0.02012))
     expected = {role: {"bf16": kept, "fp8_rowwise": kept} for role in ROLES}
     assert measuring.measure_errors(job) == expected

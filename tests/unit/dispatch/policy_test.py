@@ -40,7 +40,6 @@ def test_the_fastest_that_is_accurate_enough_runs():
         (Limits(), (LIMIT, 8 * 0.037, 9.0), None),  # at the limits
         (Limits(), (ABOVE, 0.1, 0.1), "relative l2 0.0556 is above 0.0555"),
         (Limits(), (0.01, 0.297, 0.1), "worst row 0.297 is above 0.296"),
-        (Limits(mere=0.2), (0.01, 0.1, 0.21), "mere 0.21 is above 0.2"),
         (Limits(healthy=1.0), (0.0371, 0.1, 0.1), "relative l2 0.0371 is above 0.037"),
         (Limits(), (float("nan"), 0.1, 0.1), "relative l2 nan is above 0.0555"),
     ],

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import multiprocessing
 import os
+import re
 import socket
 import threading
 import time
@@ -12,26 +13,27 @@ from multiprocessing.connection import Connection
 import jax
 import pytest
 
-from loka_jax.dispatch import pool, worker
+from loka_jax.dispatch import pool
 from loka_jax.dispatch.measuring import Job
-from loka_jax.dispatch.pool import Turns, Worker, measure_all
+from loka_jax.dispatch.pool import Worker, gpu_turn, measure_all
 from loka_jax.dispatch.table import Entry
 from loka_jax.site import Choice, SiteSpec
 
 SITE = SiteSpec(64, 32, 16)
 NAMES = ("xla bf16", "xla fp8_rowwise", "xla fp8_tensorwise")
-JOB = Job(SITE, tuple(map(Choice.parse, NAMES)), None, "model", pairs=2, rows=16)
+JOBS = [Job(SITE, Choice.parse(name)) for name in NAMES]
 
 
 class Process(threading.Thread):
-    """A thread in place of a worker process, that takes 1 us for every choice.
+    """A thread in place of a worker process, in which a candidate takes 1 us.
 
     It notes what it does, and acts as it is told: ends, hangs, or says half.
     """
 
-    def __init__(self, act, log, handle):
+    def __init__(self, act, log, folder, handle):
         super().__init__(daemon=True)
         self._act, self._log, self._killed = act, log, threading.Event()
+        self._folder = folder
         self._socket = socket.socket(fileno=os.dup(handle))
         self._parent = Connection(os.dup(handle))
         self.start()
@@ -63,25 +65,22 @@ class Process(threading.Thread):
             self._socket.shutdown(socket.SHUT_RDWR)
             raise EOFError
 
+    @contextlib.contextmanager
     def _turn(self, kind):
-        self._parent.send((kind, None))
-        self._parent.recv()
+        self._parent.send("waits")
+        with pool.gpu_turn(self._folder, kind):
+            self._parent.send("has")
+            yield
 
     def _measure(self, job):
-        self._turn("together")
-        self._do("together", job)
-        self._log.append("+compile")
-        for choice in job.choices:
-            self._parent.send(("begin", choice.name))
-            self._do(choice.name, job)
-        self._log.append("-compile")
-        self._turn("apart")
-        self._turn("alone")
-        self._do("alone", job)
-        self._log += ["+time", "-time"]
-        self._turn("apart")
-        times = {choice.name: 1.0 for choice in job.choices}
-        self._parent.send(("result", Entry({"training": times})))
+        with self._turn("together"):
+            self._log.append("+compile")
+            self._do("together", job)
+            self._log.append("-compile")
+        with self._turn("alone"):
+            self._do("alone", job)
+            self._log += ["+time", "-time"]
+        self._parent.send(Entry({"training": {job.choice.name: 1.0}}))
 
 
 @pytest.fixture
@@ -92,8 +91,11 @@ def process(monkeypatch):
         log = []
 
         def start(command, *, pass_fds, **options):
-            assert command[-1] == str(pass_fds[0])
-            return Process(act, log, *pass_fds)
+            handle, folder = re.fullmatch(
+                r".*serve\((\d+), '(.+)'\)", command[-1]
+            ).groups()
+            assert pass_fds == [int(handle)]
+            return Process(act, log, folder, *pass_fds)
 
         monkeypatch.setattr(pool.subprocess, "Popen", start)
         return log
@@ -101,50 +103,49 @@ def process(monkeypatch):
     return process
 
 
-def _measure(timeout_s=300, turns=None):
+def _measure(folder, timeout_s=300):
     said = []
-    with Worker(said.append, turns or Turns(), timeout_s=timeout_s) as one:
-        return one.measure(JOB), said
+    with Worker(said.append, str(folder), timeout_s=timeout_s) as one:
+        return [one.measure(job) for job in JOBS], said
 
 
+@pytest.mark.parametrize("what", ["together", "alone"])
 @pytest.mark.parametrize(
     "act, timeout_s", [("ends", 300), ("hangs", 0.5), ("says half", 300)]
 )
-def test_who_ends_the_process_is_left_out(process, act, timeout_s):
-    log = process(lambda what, job: act if what == NAMES[1] else None)
-    entry, said = _measure(timeout_s)
-    assert set(entry.times["training"]) == {NAMES[0], NAMES[2]}
-    assert entry.failures == {NAMES[1]: "ended the process that ran it"}
+def test_who_ends_the_process_fails_and_gives_its_turn_back(
+    process, tmp_path, what, act, timeout_s
+):
+    log = process(lambda now, job: act if (now, job) == (what, JOBS[1]) else None)
+    (first, failed, last), said = _measure(tmp_path, timeout_s)
+    assert first.times["training"].keys() == {NAMES[0]}
+    assert last.times["training"].keys() == {NAMES[2]}
+    assert failed == Entry(failures={NAMES[1]: "ended the process that ran it"})
     assert said == [f"{SITE}: {NAMES[1]} ended the process that ran it"]
     assert log.count("started") == 2
-
-
-def test_whom_compilation_ends_is_found_one_by_one(process):
-    process(lambda what, job: None if job.is_serial else "ends")
-    entry, said = _measure()
-    assert (set(entry.times["training"]), said) == (set(NAMES), [])
-
-
-def test_who_ends_alone_gives_its_turn_back(process):
-    process(lambda what, job: "ends" if what == "alone" else None)
-    turns = Turns()
-    assert _measure(turns=turns)[0].times == {}
-    with turns.alone():
+    with gpu_turn(tmp_path, "alone"):
         pass
+
+
+def test_a_wait_for_a_turn_is_no_silence(process, tmp_path):
+    process(lambda what, job: None)
+    turn = _Thread(gpu_turn(tmp_path, "alone"))
+    assert turn.has()
+    threading.Timer(1.5, turn.end).start()
+    entries, said = _measure(tmp_path, timeout_s=0.5)
+    assert not said and all(entry.times for entry in entries)
 
 
 def test_the_budget_ends_what_is_under_way(process):
     process(lambda what, job: "hangs")
-    assert list(measure_all([JOB] * 3, 2, lambda line: None, seconds=0.3)) == []
+    assert list(measure_all(JOBS, 2, lambda line: None, seconds=0.3)) == []
 
 
 def test_one_takes_times_while_nobody_compiles(process):
-    log, jobs = (
-        process(lambda what, job: None),
-        [JOB._replace(seed=i) for i in range(6)],
-    )
+    log = process(lambda what, job: None)
+    jobs = [JOBS[0]._replace(rows=i) for i in range(6)]
     done = list(measure_all(jobs, 3, lambda line: None))
-    assert sorted(job.seed for job, _ in done) == list(range(6))
+    assert sorted(job.rows for job, _ in done) == list(range(6))
     now = collections.Counter()
     for line in log:
         now[line[1:]] += {"+": 1, "-": -1}.get(line[0], 0)
@@ -168,35 +169,30 @@ def test_as_many_processes_run_as_the_memory_holds(
     monkeypatch.setattr(jax, "local_devices", lambda: [Gpu()])
     if fraction is not None:
         monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", fraction)
-    wide = JOB._replace(spec=SiteSpec(8192, 4096, 4096))
-    assert pool.fitting(22, [JOB, wide]) == expected
+    wide = JOBS[0]._replace(spec=SiteSpec(8192, 4096, 4096))
+    assert pool.fitting(22, [JOBS[0], wide]) == expected
     assert pool.fitting(22, []) == 22
 
 
-def test_a_worker_asks_for_its_turns_answers_and_ends_with_its_parent(monkeypatch):
-    def measure_site(job, begin, gpu):
-        with gpu.together():
-            begin(NAMES[1])
-        with gpu.alone():
-            return Entry({"training": {NAMES[1]: 2.0}})
+def test_a_worker_says_when_it_waits_answers_and_ends_with_its_parent(
+    monkeypatch, tmp_path
+):
+    entry = Entry({"training": {NAMES[1]: 2.0}})
 
-    monkeypatch.setattr(worker, "measure_site", measure_site)
+    def measure_site(job, turn):
+        with turn("together"):
+            pass
+        with turn("alone"):
+            return entry
+
+    monkeypatch.setattr(pool, "measure_site", measure_site)
     ours, its = multiprocessing.Pipe()
-    for answer in (JOB, *["go"] * 4):
-        ours.send(answer)
-
-    def serve():
-        with pytest.raises(SystemExit):
-            worker.serve(its)
-
-    thread = threading.Thread(target=serve)
+    ours.send(JOBS[0])
+    how = os.dup(its.fileno()), str(tmp_path)
+    thread = threading.Thread(target=pool.serve, args=how)
+    its.close()
     thread.start()
-    said = [ours.recv() for _ in range(6)]
-    assert [
-        kind for kind, _ in said
-    ] == "together begin apart alone apart result".split()
-    assert said[1] == ("begin", NAMES[1])
-    assert said[-1] == ("result", Entry({"training": {NAMES[1]: 2.0}}))
+    assert [ours.recv() for _ in range(5)] == [*["waits", "has"] * 2, entry]
     ours.close()
     thread.join(300)
     assert not thread.is_alive()
@@ -230,13 +226,15 @@ class _Thread(threading.Thread):
         self.join()
 
 
-def test_who_waits_to_be_alone_goes_before_who_begins_together():
-    turns = Turns()
-    first, second = (_Thread(turns.together()) for _ in range(2))
+def test_who_waits_to_be_alone_goes_before_who_begins_together(tmp_path):
+    def take(kind):
+        return _Thread(gpu_turn(tmp_path, kind))
+
+    first, second = take("together"), take("together")
     assert first.has() and second.has()
-    ready = [_Thread(turns.alone()) for _ in range(2)]
+    ready = [take("alone"), take("alone")]
     assert all(one.waits() for one in ready)
-    late = _Thread(turns.together())
+    late = take("together")
     first.end()
     assert all(one.waits() for one in (*ready, late))
     second.end()
@@ -253,11 +251,10 @@ def test_who_waits_to_be_alone_goes_before_who_begins_together():
     late.end()
 
 
-def test_an_exception_ends_a_turn():
-    turns = Turns()
-    for turn in (turns.alone, turns.together):
-        with pytest.raises(KeyError), turn():
+def test_an_exception_ends_a_turn(tmp_path):
+    for kind in ("alone", "together"):
+        with pytest.raises(KeyError), gpu_turn(tmp_path, kind):
             raise KeyError
-        for other in (turns.together, turns.alone):
-            with other():
+        for other in ("together", "alone"):
+            with gpu_turn(tmp_path, other):
                 pass

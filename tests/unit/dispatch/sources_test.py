@@ -1,6 +1,7 @@
 """What a shipped table holds for: what the sources of a site's programs say."""
 
 import ast
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -8,13 +9,14 @@ import shutil
 import pytest
 
 from loka_jax.dispatch import sources
+from loka_jax.recipe import RECIPES
 
 PACKAGE = pathlib.Path(sources.__file__).parents[1]
 SHIPPED = sorted((PACKAGE / "dispatch" / "tables").glob("*.json"))
 # What `ops/run_site.py` imports, and its program does not depend on: which kernels may
 # run here, devices and meshes, types of sites, and other operations' modules.
 OTHERS = """
-checked.py packed.py site.py tails.py unbiased.py
+checked.py packed.py recipe.py site.py tails.py unbiased.py
 ops/device.py ops/mesh_axes.py xla/packed.py xla/tails.py
 """
 PATTERNS = ("*.py", "pallas/*")
@@ -59,6 +61,14 @@ def test_code_and_tuned_settings_count_and_prose_does_not(package, name, text, c
     before = _digest(package)
     (package / name).write_text(text)
     assert (_digest(package) != before) == counts
+
+
+def test_a_recipe_of_the_tables_counts_and_another_does_not(monkeypatch):
+    before, recipe = sources.recipes(), RECIPES["fp8_rowwise"]
+    monkeypatch.setitem(RECIPES, "mine", dataclasses.replace(recipe, name="mine"))
+    assert sources.recipes() == before
+    monkeypatch.setitem(RECIPES, "fp8_rowwise", dataclasses.replace(recipe, margin=2))
+    assert sources.recipes() != before
 
 
 def test_a_pattern_without_files_is_refused(package):

@@ -1,13 +1,13 @@
 """A process that measures is started as it is used."""
 
 from loka_jax.dispatch.measuring import Job
-from loka_jax.dispatch.pool import Turns, Worker
-from loka_jax.dispatch.table import Entry
+from loka_jax.dispatch.pool import Worker
 from loka_jax.probe.site import ProbeConfig, empty_stats
-from loka_jax.site import SiteSpec
+from loka_jax.site import Choice, SiteSpec
 
 
-def test_it_takes_statistics_and_answers():
-    job = Job(SiteSpec(64, 32, 16), (), empty_stats(32, 16, ProbeConfig()), pairs=0)
-    with Worker(print, Turns()) as one:
-        assert one.measure(job) == Entry()
+def test_it_takes_statistics_and_answers(tmp_path):
+    choice, stats = Choice.parse("pallas bf16"), empty_stats(32, 16, ProbeConfig())
+    with Worker(print, str(tmp_path)) as one:
+        found = one.measure(Job(SiteSpec(64, 32, 16), choice, stats))
+    assert found.failures[choice.name].startswith("does not run: ")

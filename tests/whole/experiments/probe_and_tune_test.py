@@ -21,7 +21,7 @@ TINY += ["--bottom-mlp", "8", "--top-mlp", "16"]  # FP8 fits the last layer alon
 
 
 def test_a_table_is_measured_and_followed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tuning, "candidates", lambda spec: [BF16, Choice.parse(ROW)])
+    monkeypatch.setattr(tuning, "candidates", lambda *_: [BF16, Choice.parse(ROW)])
     support.share_data(monkeypatch)
     path = tmp_path / "table.json"
     options = ["--tune.pairs", "2", "--tune.rows", "16", "--tune.workers", "1"]
