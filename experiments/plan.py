@@ -33,17 +33,19 @@ from experiments.cli import parse_with, run_cli
 from loka_jax import jsonfile
 from loka_jax.commands import as_commands
 from loka_jax.data import Schema, generated, open_data
+from loka_jax.options import require
 from loka_jax.train.config import Config
 from loka_jax.train.planner.mesh_plan import (
     GB,
     Estimate,
+    Mesh,
     Rates,
     estimate,
     fastest,
+    meshes,
     require_fit,
 )
-from loka_jax.train.planner.mesh_workload import workload_of
-from loka_jax.train.planner.step_sizes import Mesh, Workload, meshes
+from loka_jax.train.planner.workload import Workload, workload_of
 
 SIMULATED = tuple(2**k for k in range(13))
 _NO_FILE = pathlib.Path()
@@ -55,27 +57,19 @@ def plan(config: Config, options: Mapping[str, Any]) -> int:
     Raises:
         ValueError: if no mesh fits.
     """
-    rates, gpus = options["rates"], options["gpus"]
-    if gpus < 1:
-        raise ValueError(f"--gpus {gpus} must be at least 1.")
-    if not 0 <= options["dense_us"] < math.inf:
-        raise ValueError(
-            f"--dense-us {options['dense_us']} must be a time, at least 0."
-        )
-    dense_us = options["dense_us"] or None
-    schema = schema_of(config)
+    rates, gpus, dense_us = (options[name] for name in ("rates", "gpus", "dense_us"))
+    batch = config.loop.batch_size
+    require(gpus >= 1, "--gpus", gpus, "at least 1")
+    require(0 <= dense_us < math.inf, "--dense-us", dense_us, "a time, at least 0")
+    schema, dense_us = schema_of(config), dense_us or None
     if options["simulate"]:
-        workload = workload_of(config, schema, config.loop.batch_size, dense_us)
+        workload = workload_of(config, schema, batch, dense_us)
         estimates = [fastest(workload, n, rates) for n in SIMULATED]
         print(simulation(workload, estimates, rates))
     else:
-        if config.loop.batch_size % gpus:
-            raise ValueError(
-                f"--loop.batch-size {config.loop.batch_size} must be a multiple of "
-                f"--gpus {gpus}."
-            )
-        batch = config.loop.batch_size // gpus
-        workload = workload_of(config, schema, batch, dense_us)
+        is_even = batch % gpus == 0
+        require(is_even, "--loop.batch-size", batch, f"a multiple of --gpus {gpus}")
+        workload = workload_of(config, schema, batch // gpus, dense_us)
         estimates = [estimate(workload, mesh, rates) for mesh in meshes(gpus)]
         print(report(workload, estimates, rates))
         print(f"fastest: {require_fit(workload, gpus, rates).mesh}")

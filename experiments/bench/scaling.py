@@ -37,9 +37,8 @@ from experiments.cli import parse_with, run_cli
 from experiments.plan import schema_of
 from loka_jax import jsonfile
 from loka_jax.train.config import Config
-from loka_jax.train.planner.mesh_plan import Estimate, Rates, estimate
-from loka_jax.train.planner.mesh_workload import workload_of
-from loka_jax.train.planner.step_sizes import Mesh
+from loka_jax.train.planner.mesh_plan import Estimate, Mesh, Rates, estimate
+from loka_jax.train.planner.workload import workload_of
 
 JOB = pathlib.Path(__file__).with_name("scaling_job.py")
 Kind = Literal["weak", "strong"]

@@ -42,9 +42,8 @@ from loka_jax.train.logs.progress import (
 )
 from loka_jax.train.loop import Loop
 from loka_jax.train.mesh.devices import used_devices
-from loka_jax.train.planner.mesh_plan import host_note
-from loka_jax.train.planner.mesh_workload import workload_of
-from loka_jax.train.planner.step_sizes import Mesh
+from loka_jax.train.planner.mesh_plan import Mesh, host_note
+from loka_jax.train.planner.workload import workload_of
 from loka_jax.train.planning import OBSERVE_EVERY
 from loka_jax.train.processes.group import Processes, start
 from loka_jax.train.processes.signals import stop_on_signals

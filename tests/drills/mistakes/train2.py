@@ -49,16 +49,16 @@ MISTAKES = [
     Mistake(
         "a group sends its rows to itself, too",
         f"{TRAIN}/planner/mesh_plan.py",
-        "return (mesh.replicas - 1) * each",
-        "return mesh.replicas * each",
+        '"replicas": (mesh.replicas - 1) * replicas,',
+        '"replicas": mesh.replicas * replicas,',
         "unit/train/planner/mesh_plan_test.py",
     ),
     Mistake(
         "activations of all microbatches are counted",
-        f"{TRAIN}/planner/mesh_workload.py",
+        f"{TRAIN}/planner/workload.py",
         "scale = batch / (config.loop.batch_size // config.loop.microbatches)",
         "scale = batch / config.loop.batch_size",
-        "unit/train/planner/mesh_workload_test.py",
+        "unit/train/planner/workload_test.py",
     ),
     Mistake(
         "rows of padding are moved by Adam",

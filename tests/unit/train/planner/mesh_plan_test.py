@@ -5,13 +5,15 @@ import dataclasses
 import pytest
 
 from loka_jax.train.planner.mesh_plan import (
+    Mesh,
     Rates,
     estimate,
     fastest,
     host_note,
+    meshes,
     require_fit,
 )
-from loka_jax.train.planner.step_sizes import Mesh, Stack, Workload, meshes
+from loka_jax.train.planner.workload import Stack, Workload
 
 # Sent: 1.05 x 1,000 = 1,050 ids.
 STACK = Stack(rows=10_001, dim=10, row_bytes=44, lookups=4_000, distinct=1e3)
