@@ -133,7 +133,7 @@ def test_a_damaged_folder_is_refused(exported, tmp_path):
         path.write_bytes(content)
     value = json.loads((copy / "model.json").read_text())
     del value["digest"]
-    value |= {"format": 2, "digest": loader.digest_of(value | {"format": 2})}
+    value |= {"format": 1, "digest": loader.digest_of(value | {"format": 1})}
     (copy / "model.json").write_text(json.dumps(value))
-    with pytest.raises(ValueError, match="has format 2, and this loader reads 1: use"):
+    with pytest.raises(ValueError, match="has format 1, and this loader reads 2: use"):
         loader.load(copy)
