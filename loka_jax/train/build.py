@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from loka_jax.data import (
 )
 from loka_jax.data.prefetch import Prefetcher
 from loka_jax.data.shards import ShardFolder
+from loka_jax.dispatch.gradient_wire import GradientSum, choose_sum
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan, as_json
 from loka_jax.dispatch.review import Reviewer
@@ -33,8 +35,6 @@ from loka_jax.train.checkpoints.orbax_files import meet
 from loka_jax.train.config import Config
 from loka_jax.train.mesh.devices import (
     BATCH,
-    GradientSum,
-    choose_gradient_sum,
     groups_alone,
     mesh_of,
     scaled_sums,
@@ -43,7 +43,7 @@ from loka_jax.train.mesh.placement import MeshPlacement, placement_of
 from loka_jax.train.network import network
 from loka_jax.train.placement import Placement
 from loka_jax.train.planning import choose_plan, resumed_plan
-from loka_jax.train.processes.group import Processes
+from loka_jax.train.processes.group import Processes, hosts
 from loka_jax.train.state import TrainState, init_state
 from loka_jax.train.step import TrainStep, compiled_eval_step, make_train_step
 from loka_jax.train.tables.update import RowUpdate
@@ -292,7 +292,8 @@ def build(
     if not isinstance(placement, MeshPlacement):
         return run
     params = run.template()["params"]
-    gradient_sum = choose_gradient_sum(config.collectives, params, placement.size)
+    wire = config.collectives.gradients
+    gradient_sum = choose_sum(wire, params, placement.size, hosts(os.environ))
     notes = (*run.plan_notes, gradient_sum.note)
     if groups > 1 and config.optim.rows == "rowwise_adagrad":
         notes = (*notes, scaled_sums(groups, config.optim))

@@ -7,19 +7,16 @@ the rest    on all devices
 """
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from loka_jax import triton
 from loka_jax.dispatch import gradient_wire
-from loka_jax.ops.collectives import Wire
 from loka_jax.ops.row_codec import Codec
 from loka_jax.ops.row_order import VIRTUAL_SHARDS, Order
 from loka_jax.ops.tables import Tables, TableSpec
@@ -33,8 +30,6 @@ REPLICA, SHARD = AXES = ("replica", "shard")
 BATCH = P(AXES)
 _ROWS = P(SHARD)
 _ON_SHARDS = ("table", "row_state")  # of the state
-_FLOAT32_BYTES = 4
-_MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -268,54 +263,3 @@ def map_shards(
 def shardings(mesh: Mesh, specs: Any) -> Any:
     """Returns partition specs as shardings of a mesh."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-
-
-class GradientSum(NamedTuple):
-    """How the dense gradients of a run are summed over its devices.
-
-    Attributes:
-        wire: how they travel.
-        reason: a sentence.
-        num_bytes: of all of them in float32.
-    """
-
-    wire: Wire
-    reason: str
-    num_bytes: int
-
-    @property
-    def note(self) -> str:
-        """A sentence for the user."""
-        size = f"{self.num_bytes / _MIB:.3g} MiB"
-        return f"Dense gradients, {size}, are summed in {self.wire}: {self.reason}."
-
-
-def choose_gradient_sum(
-    config: CollectivesConfig, params: Any, devices: int
-) -> GradientSum:
-    """Returns how the gradients of some parameters are summed.
-
-    Raises:
-        ValueError: if the times that were measured cannot be read.
-    """
-    sizes = (math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    num_bytes = _FLOAT32_BYTES * sum(sizes)
-    chosen = gradient_wire.choose_wire(
-        config.gradients,
-        num_bytes,
-        device=_device(),
-        devices=devices,
-        hosts=gradient_wire.read() if config.gradients == "auto" else (),
-        has_kernels=triton.why_not_here() is None,
-    )
-    return GradientSum(*chosen, num_bytes)
-
-
-def _device() -> str:
-    """Returns the kind of the GPUs, and how many hosts they are in if several.
-
-    What was measured was measured in one host; links between hosts are others.
-    """
-    kind = jax.devices()[0].device_kind
-    count = hosts(os.environ)
-    return kind if count == 1 else f"{kind} of {count} hosts"

@@ -33,6 +33,7 @@ from jaxtyping import Array, Bool
 
 from loka_jax.data import Batch, Part, Position
 from loka_jax.data.prefetch import placed
+from loka_jax.dispatch.gradient_wire import GradientSum
 from loka_jax.nn import ProbeConfig, merge_stats
 from loka_jax.ops import exchange, row_order
 from loka_jax.ops.collectives import sum_gradients
@@ -53,7 +54,6 @@ from loka_jax.train.mesh.devices import (
     AXES,
     REPLICA,
     SHARD,
-    GradientSum,
     MeshConfig,
     map_shards,
     order_of,
