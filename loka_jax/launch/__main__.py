@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from loka_jax.launch.processes import Job, Processes, require_devices
+from loka_jax.launch.job import Job, require_devices
 from loka_jax.launch.supervisor import Supervisor, describe_end
 from loka_jax.terminal import printable
 
@@ -25,8 +25,8 @@ def main(arguments: list[str]) -> int:
         return 2
     print(f"{job.processes} processes; their output is in {job.logs}/rank-*.log")
     sys.stdout.flush()
-    supervisor = Supervisor(processes := Processes(job))
-    with processes:
+    supervisor = Supervisor(job)
+    with job.running():
         end = supervisor.wait()
     if (sentence := describe_end(job, end)) is not None:
         print(f"error: {printable(sentence)}", file=sys.stderr)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all
 
 from loka_jax.data import Part
-from loka_jax.launch.processes import LOGS, WORKDIR
+from loka_jax.launch.job import LOGS, WORKDIR
 
 # A process that dies elsewhere ends this one, too, after so long without a sign.
 _HEARTBEAT_SECONDS = 20

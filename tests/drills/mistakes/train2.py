@@ -182,8 +182,8 @@ MISTAKES = [
     Mistake(
         "SIGTERM is passed on as it came, which JAX takes for its own",
         "loka_jax/launch/supervisor.py",
-        "self._processes.send(signal.SIGINT)",
-        "self._processes.send(number)",
+        "self._job.send(signal.SIGINT)",
+        "self._job.send(number)",
         "unit/launch/launch_test.py",
     ),
 ]

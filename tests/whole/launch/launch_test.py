@@ -47,7 +47,8 @@ class Launched:
         """Returns the process ids of the ranks."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(child) for child in children]
+        # Before them it started what copies the output of the first.
+        return [int(child) for child in children[-self.processes :]]
 
     def end(self):
         """Returns exit code, output and errors."""
