@@ -1,6 +1,6 @@
 """The model of a trained run as its final evaluation judged it."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,6 @@ import optax
 from loka_jax import nn
 from loka_jax.data import Schema
 from loka_jax.optim.rows import Sgd
-from loka_jax.train import metrics
 from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import Config
 from loka_jax.train.folder.source_run import SourceRun
@@ -56,10 +55,13 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
     net = network(config, schema, shards)
     rows_by = config.embedding.implementation
     placement = placement_of(mesh, wire, net.tables, rows_by)
-    saved = source.saved.only(_READ)
-    shapes = jax.eval_shape(lambda: _initial(config, net, len(schema.dense)))
-    template, layout = placement.template(shapes), placement.layout
-    state = _as_state(read_state(source.checkpoints, saved, template, layout))
+    shapes = vars(jax.eval_shape(lambda: initial_state(config, net, schema)))
+    template = placement.template({name: shapes.pop(name) for name in _READ})
+    layout = placement.layout
+    read = read_state(source.checkpoints, source.saved.only(_READ), template, layout)
+    # Scores depend on nothing else.
+    rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    state = TrainState(**read, **rest)
     name = config.source(source.saved.meta.get("data", {}))
     return Trained(config, schema, net, state, source.saved.step, placement, name)
 
@@ -67,36 +69,18 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
 def make_untrained(config: Config, schema: Schema) -> Trained:
     """Returns the model of a configuration as it is before training."""
     net = network(config, schema)
-    state = _as_state(_initial(config, net, len(schema.dense)))
+    state = initial_state(config, net, schema)
     return Trained(config, schema, net, state, 0, Placement(net.tables))
 
 
-def _initial(config: Config, net: Network, num_dense: int) -> dict[str, Any]:
-    state = init_state(
+def initial_state(config: Config, net: Network, schema: Schema) -> TrainState:
+    """Returns a state before training, without those of optimizers."""
+    return init_state(
         jax.random.key(config.seed),
         model=nn.Planned(config.model, ()).by_xla(),
         tables=net.tables,
-        num_dense=num_dense,
+        num_dense=len(schema.dense),
         optimizer=optax.identity(),
         row_optimizer=Sgd(),
         init_stddev=config.embedding.init_stddev,
-    )
-    return {name: getattr(state, name) for name in _READ}
-
-
-def _as_state(parts: dict[str, Any]) -> TrainState:
-    """Returns a state with these parts; scores depend on nothing else."""
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(
-        **parts,
-        step=zero,
-        probe={},
-        opt_state=(),
-        row_state=(),
-        lr_scale=jnp.ones((), jnp.float32),
-        skipped=zero,
-        skipped_in_a_row=zero,
-        bad_ids=zero,
-        grad_norm=jnp.zeros((), jnp.float32),
-        metrics=metrics.init(),
     )
