@@ -8,6 +8,7 @@ vocabulary.safetensors    the values of each column with a vocabulary
 vendor/                   flatbuffers, which jax reads programs with but lacks
 """
 
+import collections
 import hashlib
 import importlib.util
 import pathlib
@@ -35,6 +36,7 @@ from loka_jax.export.forms import (
     runs_here,
 )
 from loka_jax.export.programs import Program, Weights, evaluation_logits, make_program
+from loka_jax.options import require
 from loka_jax.predict.trained import Trained, read_trained
 from loka_jax.train.folder.record import versions
 from loka_jax.train.folder.source_run import open_run
@@ -86,7 +88,8 @@ def export_run(
         schema, spec = encoding.schema, inputs_of(encoding)
     trained = read_trained(source, schema)
     own = trained.config.loop.batch_size
-    sizes = _batch_sizes(batch_sizes or (*(x for x in _SMALL if x < own), own))
+    sizes = sorted({*(batch_sizes or (*(x for x in _SMALL if x < own), own))})
+    require(sizes[0] >= 1, "--batch-sizes", sizes[0], "1 or more")
     sites = trained.network.list_sites(DispatchPlan())
     saved = plans.from_json(source.saved.meta["plan"], sites, "the checkpoint's plan")
     forms = (
@@ -139,16 +142,10 @@ def write_model(
         _describe(partial, description)
         differences = _differences(trained, encoding, partial, programs)
         num_bytes = sum(x.stat().st_size for x in partial.rglob("*") if x.is_file())
-    by_dtype: dict[str, int] = {}
+    by_dtype: collections.Counter[str] = collections.Counter()
     for x in weights.arrays.values():
-        by_dtype[x.dtype.name] = by_dtype.get(x.dtype.name, 0) + x.nbytes
+        by_dtype[x.dtype.name] += x.nbytes
     return Exported(programs, num_bytes, by_dtype, differences)
-
-
-def _batch_sizes(sizes: Sequence[int]) -> list[int]:
-    if bad := [size for size in sizes if size < 1]:
-        raise ValueError(f"--batch-sizes {bad[0]} must be 1 or more: correct it.")
-    return sorted(set(sizes))
 
 
 def _require_extra():
@@ -201,10 +198,8 @@ def _differences(
     model, differences = loader.load(folder), {}
     for form in here:
         inputs = _random_inputs(encoding.blank(form.batch_size), trained)
-        expected = evaluation_logits(trained, form, inputs)
-        differences[form.batch_size] = float(
-            np.max(np.abs(model.logits(inputs) - expected))
-        )
+        errors = model.logits(inputs) - evaluation_logits(trained, form, inputs)
+        differences[form.batch_size] = float(np.max(np.abs(errors)))
     return differences
 
 

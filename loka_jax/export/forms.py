@@ -10,7 +10,7 @@ nothing of Triton's, so in a program these have their XLA twins.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import jax
@@ -69,7 +69,9 @@ def make_form(
         specs = {site.path: site.spec for site in sites}
         choices, twins = [], {}
         for path, choice in plan.choices:
-            reason = _why_not(choice, specs[path], device)
+            reason = NO_TRITON
+            if choice.provider != "triton":
+                reason = resolve(specs[path], choice, device).why_not
             if reason is not None:
                 twins[path] = f"{choice.name}: {reason}"
                 choice = Choice("xla", choice.recipe)
@@ -112,13 +114,6 @@ def plan_of(
     if name == "saved" or platform == "cpu" or not runs_here(platform):
         return saved
     sites = trained.network.list_sites(DispatchPlan(), batch_size)
-    return _dispatch_plan(trained, sites, say)
-
-
-def _dispatch_plan(
-    trained: Trained, sites: Sequence[nn.Site], say: Callable[[str], None]
-) -> DispatchPlan:
-    """Returns what Dispatch chooses for inference, checked on this device."""
     options, performance = trained.config.dispatch, local_performance().performance
     make_plan = functools.partial(
         plans.make_plan,
@@ -130,23 +125,14 @@ def _dispatch_plan(
     )
     if performance is None:
         return make_plan(None)
-    seconds, name = options.check_seconds, "inference"
-    return check_plan(make_plan, sites, performance, seconds, say, pass_name=name).plan
+    how = make_plan, sites, performance, options.check_seconds, say
+    return check_plan(*how, pass_name="inference").plan
 
 
 def _device_of(platform: Platform) -> Device:
-    if runs_here(platform):
-        return local_device()
-    return _any_device(platform)
+    return local_device() if runs_here(platform) else _any_device(platform)
 
 
 def _any_device(platform: Platform) -> Device:
     """Returns a device without kernels of its own: its programs run on all others."""
     return Device(platform="cpu" if platform == "cpu" else "gpu")
-
-
-def _why_not(choice: Choice, spec, device: Device) -> str | None:
-    """Returns why a choice cannot run in an exported program, or None if it can."""
-    if choice.provider == "triton":
-        return NO_TRITON
-    return resolve(spec, choice, device).why_not

@@ -70,8 +70,7 @@ class Limits:
     grace_s: float = 3.0
 
     def __post_init__(self):
-        is_wide = 1 <= self.max_rows < math.inf
-        require(is_wide, "--max-rows", self.max_rows, "at least 1")
+        require(self.max_rows >= 1, "--max-rows", self.max_rows, "at least 1")
         is_wait = 0 <= self.wait_ms < math.inf
         require(is_wait, "--wait-ms", self.wait_ms, "at least 0")
 
@@ -79,17 +78,13 @@ class Limits:
 def columns_of(
     body: bytes, names: Sequence[str], max_rows: int
 ) -> dict[str, list[Any]]:
-    """Returns the columns of a request's rows.
-
-    Raises:
-        ValueError: in one sentence, if it is malformed.
-    """
+    """Returns the columns of a request's rows; a ValueError says what is malformed."""
     try:
         rows = json.loads(body)["rows"]
+        if not isinstance(rows, list) or not all(isinstance(x, dict) for x in rows):
+            raise TypeError
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(f"{_FORM}.") from None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{_FORM}.")
     if not 1 <= len(rows) <= max_rows:
         raise ValueError(f"there are {len(rows):,} rows: send 1 to {max_rows:,}.")
     for number, row in enumerate(rows, 1):
@@ -113,18 +108,13 @@ class Worker:
         self._ending = asyncio.Event()
 
     async def serve(self, listening: socket.socket, ready: int) -> None:
-        """Answers the requests that arrive at a socket, until SIGTERM.
-
-        Args:
-            ready: file that a byte is written to once requests are accepted.
-        """
+        """Answers requests until SIGTERM; once it does, it writes a byte to `ready`."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ending.set)
         listen_to_parent()
         app = web.Application(client_max_size=_MAX_BYTES)
         app.on_response_prepare.append(self._close_at_end)
-        app.add_routes(
-            [web.post("/score", self._score), web.get("/health", self._health)]
-        )
+        app.router.add_post("/score", self._score)
+        app.router.add_get("/health", self._health)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=60)
         await runner.setup()
         site = web.SockSite(runner, listening)

@@ -36,7 +36,6 @@ class Batcher:
         Args:
             run: from the values of a batch to their results; runs in a thread.
             max_rows: of a batch; one larger request is a batch of its own.
-            max_waiting: rows that may wait at any time.
         """
         self._run, self._max_rows, self._wait_s = run, max_rows, wait_s
         self._max_waiting, self._waiting = max_waiting, 0
@@ -44,11 +43,7 @@ class Batcher:
         self._held: _Request | None = None
 
     async def result(self, value: Any, rows: int) -> Any:
-        """Returns the result of a value.
-
-        Raises:
-            Busy: if too many rows wait.
-        """
+        """Returns the result of a value, or raises Busy if too many rows wait."""
         if self._waiting + rows > self._max_waiting:
             raise Busy
         self._waiting += rows
@@ -65,8 +60,13 @@ class Batcher:
             except Exception as error:  # each request says so; the next batch runs
                 results = [error] * len(batch)
             self._waiting -= sum(request.rows for request in batch)
-            for request, result in zip(batch, results, strict=True):
-                _answer(request.answer, result)
+            for (*_, answer), result in zip(batch, results, strict=True):
+                if answer.done():  # whoever asked is gone
+                    continue
+                if isinstance(result, Exception):
+                    answer.set_exception(result)
+                else:
+                    answer.set_result(result)
 
     async def _batch(self) -> list[_Request]:
         """Returns the next batch, once it is full or its first request has waited."""
@@ -84,12 +84,3 @@ class Batcher:
         except TimeoutError:
             pass
         return batch
-
-
-def _answer(answer: asyncio.Future, result: Any) -> None:
-    if answer.done():  # whoever asked is gone
-        return
-    if isinstance(result, Exception):
-        answer.set_exception(result)
-    else:
-        answer.set_result(result)

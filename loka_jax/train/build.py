@@ -35,7 +35,6 @@ from loka_jax.train.checkpoints.orbax_files import meet
 from loka_jax.train.config import Config
 from loka_jax.train.mesh.devices import (
     BATCH,
-    groups_alone,
     mesh_of,
     scaled_sums,
 )
@@ -256,12 +255,12 @@ def build(
     loop = config.loop
     mesh = mesh_of(config.mesh, loop.batch_size, loop.microbatches)
     devices = 1 if mesh is None else mesh.size
-    groups = groups_alone(mesh, config.mesh)
     tables, list_sites, *_ = network(config, splits.train.schema, devices)
     placement = placement_of(
         *(mesh, config.mesh, tables, config.embedding.implementation),
         steps_per_call=loop.steps_per_call,
     )
+    groups = placement.shape[0] if config.mesh.sync == "weights" else 1
     # CPU devices share the cores that make the examples.
     if mesh is not None and jax.process_count() == 1 and jax.default_backend() == "gpu":
         splits = splits.over(NamedSharding(mesh, BATCH))

@@ -28,8 +28,6 @@ from loka_jax.train.tables.embedding_config import EmbeddingConfig
 
 REPLICA, SHARD = AXES = ("replica", "shard")
 BATCH = P(AXES)
-_ROWS = P(SHARD)
-_ON_SHARDS = ("table", "row_state")  # of the state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,12 +90,7 @@ class CollectivesConfig:
 def require_averages(
     config: MeshConfig, optim: OptimConfig, embedding: EmbeddingConfig
 ) -> None:
-    """Checks that groups can average what their rows' optimizer changes.
-
-    Raises:
-        ValueError: if it keeps what has no average, or changes all rows, or if rows are
-            not float32.
-    """
+    """Raises ValueError if groups cannot average what their rows' optimizer changes."""
     if config.sync != "weights":
         return
     if embedding.dtype != "f32":
@@ -119,10 +112,6 @@ def require_averages(
 
 def mesh_of(config: MeshConfig, batch_size: int, microbatches: int) -> Mesh | None:
     """Returns the mesh of a run, None for one device.
-
-    Args:
-        batch_size: examples in a step, of all devices together.
-        microbatches: parts of a batch.
 
     Raises:
         ValueError: if there are too few devices, or groups alone are given that do not
@@ -150,36 +139,28 @@ def mesh_of(config: MeshConfig, batch_size: int, microbatches: int) -> Mesh | No
             f"--loop.batch-size {batch_size} must be a multiple of {parts}: "
             "change it, or use fewer devices with --mesh.shards and --mesh.replicas."
         )
-    auto = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(
-        (replicas, shards), AXES, axis_types=auto, devices=devices[:count]
-    )
+    auto, shape = (AxisType.Auto,) * len(AXES), (replicas, shards)
+    return jax.make_mesh(shape, AXES, axis_types=auto, devices=devices[:count])
 
 
 def _shape(config: MeshConfig) -> tuple[int, int]:
     """Returns the number of replicas and shards."""
-    if config.replicas is None and config.shards is None:
+    replicas, devices = config.replicas or 1, jax.device_count()
+    if config.shards is not None:
+        return replicas, config.shards
+    if config.replicas is None:
         # CPU devices share the cores of one CPU: nothing is gained by several.
         if jax.default_backend() == "cpu" and jax.process_count() == 1:
             return 1, 1
         groups = hosts(os.environ)
-        return groups, jax.device_count() // groups
-    if config.shards is None:
-        replicas = config.replicas or 1
-        _require_equal_groups(replicas, jax.device_count())
-        return replicas, max(jax.device_count() // replicas, 1)
-    return config.replicas or 1, config.shards
-
-
-def _require_equal_groups(replicas: int, devices: int) -> None:
-    """Raises ValueError if some of all devices would belong to no group."""
-    if replicas > devices or devices % replicas == 0:
-        return
-    counts = " or ".join(map(str, group_counts(devices)))
-    raise ValueError(
-        f"--mesh.replicas {replicas} does not divide {devices} devices: use {counts}, "
-        "or give --mesh.shards, too, to train on fewer devices."
-    )
+        return groups, devices // groups
+    if replicas <= devices and devices % replicas:
+        counts = " or ".join(map(str, group_counts(devices)))
+        raise ValueError(
+            f"--mesh.replicas {replicas} does not divide {devices} devices: use "
+            f"{counts}, or give --mesh.shards, too, to train on fewer devices."
+        )
+    return replicas, max(devices // replicas, 1)
 
 
 def group_counts(devices: int) -> list[int]:
@@ -199,11 +180,6 @@ def used_devices(groups: int, shards: int) -> str:
     )
 
 
-def groups_alone(mesh: Mesh | None, config: MeshConfig) -> int:
-    """Returns how many groups update their rows alone; 1 if none does."""
-    return mesh.shape[REPLICA] if mesh is not None and config.sync == "weights" else 1
-
-
 def scaled_sums(groups: int, optim: OptimConfig) -> str:
     """Returns a sentence that says by what c groups divide their sums of squares."""
     c, why = optim.rows_c, "--optim.rows-c"
@@ -218,11 +194,7 @@ def order_of(spec: TableSpec) -> Order:
 
 
 def require_places(tables: Tables, mesh: Mesh) -> None:
-    """Checks that the rows of each stack fit in the arrays of the devices.
-
-    Raises:
-        ValueError: if their numbers would not fit in int32.
-    """
+    """Raises ValueError if places of rows would not fit in int32 of some device."""
     shards = mesh.shape[SHARD]
     for stack in (tables,) if isinstance(tables, TableSpec) else tables.stacks:
         if not order_of(stack).places // shards < 2**31 - 1:
@@ -236,7 +208,7 @@ def require_places(tables: Tables, mesh: Mesh) -> None:
 def state_specs() -> dict[str, P]:
     """Returns how the parts of a state lie on a mesh, by name."""
     names = [field.name for field in dataclasses.fields(TrainState)]
-    return dict.fromkeys(names, P()) | dict.fromkeys(_ON_SHARDS, _ROWS)
+    return dict.fromkeys(names, P()) | {"table": P(SHARD), "row_state": P(SHARD)}
 
 
 def map_shards(

@@ -149,7 +149,6 @@ def routed_batch(routes: Any, arrived: list[Array], each: Counts) -> RoutedBatch
     """Returns a routed batch from what devices have exchanged.
 
     Args:
-        routes: of the ids of this device's part, by stack.
         arrived: the lists that other devices ask this one for, by stack.
     """
     rest = iter(arrived)

@@ -66,8 +66,6 @@ ALONE = Processes()
 def start() -> Processes:
     """Returns this process among those of the run, connected to the others.
 
-    It does nothing but return in a process alone, or if it was called before.
-
     Raises:
         ValueError: if the variables of the environment do not fit.
     """
@@ -87,28 +85,9 @@ def connection(environment: Mapping[str, str]) -> dict[str, Any] | None:
     Raises:
         ValueError: if a variable is missing, or is no number.
     """
-    if "WORLD_SIZE" in environment:
-        return _of_torchrun(environment)
-    if _number(environment, "SLURM_STEP_NUM_TASKS", "1") > 1:
-        return {}  # JAX reads them
-    return None
-
-
-def per_host(environment: Mapping[str, str]) -> int:
-    """Returns how many processes of the run there are on this host."""
-    if "LOCAL_WORLD_SIZE" in environment:
-        return _number(environment, "LOCAL_WORLD_SIZE")
-    # Such as "4(x2)": four on each of two.
-    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    return int(re.split(r"\D", tasks)[0])
-
-
-def hosts(environment: Mapping[str, str]) -> int:
-    """Returns over how many hosts the processes of the run are spread."""
-    return max(jax.process_count() // per_host(environment), 1)
-
-
-def _of_torchrun(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    if "WORLD_SIZE" not in environment:
+        several = _number(environment, "SLURM_STEP_NUM_TASKS", "1") > 1
+        return {} if several else None  # JAX reads them
     count = _number(environment, "WORLD_SIZE")
     if count == 1:
         return None
@@ -125,6 +104,15 @@ def _of_torchrun(environment: Mapping[str, str]) -> dict[str, Any] | None:
     if address == "127.0.0.1":  # JAX would listen on all networks
         arguments["coordinator_bind_address"] = f"{address}:{port}"
     return arguments
+
+
+def hosts(environment: Mapping[str, str]) -> int:
+    """Returns over how many hosts the processes of the run are spread."""
+    # Such as "4(x2)": four on each of two.
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    first = re.split(r"\D", tasks)[0]
+    per_host = _number(environment, "LOCAL_WORLD_SIZE", first)
+    return max(jax.process_count() // per_host, 1)
 
 
 def _number(

@@ -13,7 +13,6 @@ from loka_jax.train.processes.group import (
     connection,
     hosts,
     leave,
-    per_host,
     start,
 )
 
@@ -42,12 +41,11 @@ def test_a_process_connects_as_its_environment_says(environment, expected):
     assert connection(environment) == expected
 
 
-def test_processes_of_a_host_and_hosts_are_counted(monkeypatch):
-    assert per_host({}) == per_host({"SLURM_STEP_TASKS_PER_NODE": "1"}) == 1
-    assert per_host({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}) == 4
-    assert per_host({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4"}) == 8
+def test_hosts_are_counted(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 8)
-    assert hosts({"LOCAL_WORLD_SIZE": "4"}) == 2 and hosts({}) == 8
+    assert hosts({}) == hosts({"SLURM_STEP_TASKS_PER_NODE": "1"}) == 8
+    assert hosts({"SLURM_STEP_TASKS_PER_NODE": "4(x2),4"}) == 2
+    assert hosts({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}) == 2
     assert hosts({"LOCAL_WORLD_SIZE": "16"}) == 1
 
 
