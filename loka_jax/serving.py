@@ -123,15 +123,14 @@ def serve(
         )
     check_scales(variables)
     inputs = jax.tree.map(_shape, inputs)
-    sizes = [_with_rows(inputs, rows) for rows in batch_sizes] or [inputs]
+
+    def with_rows(rows: int) -> Any:
+        return jax.tree.map(
+            lambda x: x.update(shape=(rows, *x.shape[1:])) if x.shape else x, inputs
+        )
+
+    sizes = [with_rows(rows) for rows in batch_sizes] or [inputs]
     return Served(fold(model.apply, variables, *shapes) for shapes in sizes)
-
-
-def _with_rows(inputs: Any, rows: int) -> Any:
-    def with_rows(x):
-        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x
-
-    return jax.tree.map(with_rows, inputs)
 
 
 def fold(function: Callable[..., Any], weights: Any, *inputs: Any) -> Folded:
@@ -149,12 +148,14 @@ def fold(function: Callable[..., Any], weights: Any, *inputs: Any) -> Folded:
     program, out_tree = _trace(function, weights, inputs)
     structure = jax.tree.structure(inputs)
     leaves, shapes = jax.tree.leaves(weights), _shapes(jax.tree.leaves(inputs))
-    parts = _split(program.jaxpr, len(leaves))
+    of_weights = program.jaxpr.invars[: len(leaves)]
+    of_inputs = program.jaxpr.invars[len(leaves) :]
+    eqns_once, eqns_later, kept = _split(program.jaxpr, of_weights, of_inputs)
 
     def once(*leaves):
-        env = dict(zip(parts.weights, leaves, strict=True))
-        _run(program, parts.once, env)
-        return [env[var] for var in parts.ready]
+        env = dict(zip(of_weights, leaves, strict=True))
+        _run(program, eqns_once, env)
+        return [env[var] for var in kept]
 
     def later(ready, *inputs):
         inputs, given = jax.tree.flatten(inputs)
@@ -163,9 +164,8 @@ def fold(function: Callable[..., Any], weights: Any, *inputs: Any) -> Folded:
                 f"inputs are {given}, but the weights were prepared for {structure}: "
                 "give them in this structure."
             )
-        env = dict(zip(parts.ready, ready, strict=True))
-        env |= dict(zip(parts.inputs, inputs, strict=True))
-        _run(program, parts.later, env)
+        env = dict(zip((*kept, *of_inputs), (*ready, *inputs), strict=True))
+        _run(program, eqns_later, env)
         outs = [_read(env, var) for var in program.jaxpr.outvars]
         return jax.tree.unflatten(out_tree, outs)
 
@@ -190,24 +190,13 @@ def _trace(function, weights, inputs):
     return program, out_tree
 
 
-class _Parts(NamedTuple):
-    """A program split in two.
+def _split(
+    jaxpr: jex.Jaxpr, weights: Sequence[jex.Var], inputs: Sequence[jex.Var]
+) -> tuple[list[jex.JaxprEqn], list[jex.JaxprEqn], list[jex.Var]]:
+    """Returns the equations to run once, those to run later, and what passes between.
 
-    Attributes:
-        once, later: equations in order; those that depend on no input are in both.
-        ready: the variables passed from `once` to `later`.
+    Both lists are in order. Equations that depend on no input are in both.
     """
-
-    weights: Sequence[jex.Var]
-    inputs: Sequence[jex.Var]
-    once: list[jex.JaxprEqn]
-    later: list[jex.JaxprEqn]
-    ready: list[jex.Var]
-
-
-def _split(jaxpr: jex.Jaxpr, num_weights: int) -> _Parts:
-    """Returns the parts of a program whose first `num_weights` inputs are weights."""
-    weights, inputs = jaxpr.invars[:num_weights], jaxpr.invars[num_weights:]
     of_weights, of_inputs = set(weights), set(inputs)
     once, later = [], set()
     for i, eqn in enumerate(jaxpr.eqns):
@@ -229,12 +218,10 @@ def _split(jaxpr: jex.Jaxpr, num_weights: int) -> _Parts:
             later.add(i)
             needed = (needed - outs) | (read & of_weights)
     made = (var for _, eqn in once for var in eqn.outvars)
-    return _Parts(
-        weights,
-        inputs,
-        once=[eqn for _, eqn in once],
-        later=[jaxpr.eqns[i] for i in sorted(later)],
-        ready=[var for var in (*weights, *made) if var in needed],
+    return (
+        [eqn for _, eqn in once],
+        [jaxpr.eqns[i] for i in sorted(later)],
+        [var for var in (*weights, *made) if var in needed],
     )
 
 

@@ -69,14 +69,14 @@ def score_file(
     columns = tuple(dict.fromkeys((*predictor.columns, *keys)))
     blocks = reader_of(config, path)(str(path), columns, bad_rows)
     with unchanged({path: stamp_of(path)}), _new_file(out) as write:
-        for part in predictor.scored(blocks, counts):
-            scored = part.rows.select(keys)
+        for table, scores in predictor.scored(blocks, counts):
+            scored = table.select(keys)
             _check_keys(out, scored)
-            by_task = part.scores.reshape(len(part.scores), -1).T
+            by_task = scores.reshape(len(scores), -1).T
             for name, column in zip(names, by_task, strict=True):
                 scored = scored.append_column(name, pa.array(column))
             write(scored)
-            rows += len(part.scores)
+            rows += len(scores)
             progress(rows)
         if not rows:
             raise ValueError(f"{path} has no rows to score: name a file that has some.")

@@ -30,8 +30,8 @@ MISTAKES = [
     Mistake(
         "scores of two labels change places",
         f"{PREDICT}/files.py",
-        "by_task = part.scores.reshape(len(part.scores), -1).T",
-        "by_task = part.scores.reshape(len(part.scores), -1).T[::-1]",
+        "by_task = scores.reshape(len(scores), -1).T",
+        "by_task = scores.reshape(len(scores), -1).T[::-1]",
         "unit/predict/files_test.py",
     ),
     Mistake(
