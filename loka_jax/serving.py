@@ -54,17 +54,8 @@ class Served:
         self.ready: list[Array] = []
         self._by_shapes = {}
         for one in folded:
-            ready = [self._kept(x) for x in one.ready]
+            ready = [self.ready[keep(self.ready, x)] for x in one.ready]
             self._by_shapes[one.shapes] = ready, jax.jit(one.function)
-
-    def _kept(self, weight: Array) -> Array:
-        """Returns a prepared weight, or an equal one that is kept already."""
-        for kept in self.ready:
-            alike = (kept.shape, kept.dtype) == (weight.shape, weight.dtype)
-            if alike and bool(jnp.array_equal(kept, weight)):
-                return kept
-        self.ready.append(weight)
-        return weight
 
     @property
     def num_bytes(self) -> int:
@@ -88,6 +79,16 @@ class Served:
             )
         ready, function = self._by_shapes[shapes]
         return function(ready, *inputs)
+
+
+def keep(kept: list[Array], weight: Array) -> int:
+    """Returns the place of a weight among those kept: an equal one's, or a new one."""
+    for place, other in enumerate(kept):
+        alike = (other.shape, other.dtype) == (weight.shape, weight.dtype)
+        if alike and bool(jnp.array_equal(other, weight)):
+            return place
+    kept.append(weight)
+    return len(kept) - 1
 
 
 def serve(

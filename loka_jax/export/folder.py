@@ -13,7 +13,7 @@ import hashlib
 import importlib.util
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +35,7 @@ from loka_jax.export.forms import (
     plan_of,
     runs_here,
 )
-from loka_jax.export.programs import Program, Weights, evaluation_logits, make_program
+from loka_jax.export.programs import Program, evaluation_logits, make_program
 from loka_jax.options import require
 from loka_jax.predict.trained import Trained, read_trained
 from loka_jax.train.folder.record import versions
@@ -113,7 +113,8 @@ def write_model(
 ) -> Exported:
     """Writes programs of a model to a new folder, and compares those that run here."""
     inputs, vocabulary = spec
-    encoding, weights, programs = loader.Encoding(inputs, vocabulary), Weights(), []
+    encoding, programs = loader.Encoding(inputs, vocabulary), []
+    weights: list[jax.Array] = []
     with new_folder(out, "--out") as partial:
         (partial / "programs").mkdir()
         for form in forms:
@@ -123,8 +124,9 @@ def write_model(
             say(_line(program))
         tables = jax.tree.leaves(trained.state.table)
         names = [f"table_{i}" for i in range(len(tables))]
-        arrays = dict(zip(names, map(np.asarray, tables), strict=True))
-        _save(partial / "weights.safetensors", weights.arrays | arrays)
+        arrays = {f"weight_{i}": x for i, x in enumerate(weights)}
+        arrays |= dict(zip(names, tables, strict=True))
+        _save(partial / "weights.safetensors", arrays)
         _save(partial / "vocabulary.safetensors", vocabulary)
         _copy_code(partial)
         description = {
@@ -143,7 +145,7 @@ def write_model(
         differences = _differences(trained, encoding, partial, programs)
         num_bytes = sum(x.stat().st_size for x in partial.rglob("*") if x.is_file())
     by_dtype: collections.Counter[str] = collections.Counter()
-    for x in weights.arrays.values():
+    for x in weights:
         by_dtype[x.dtype.name] += x.nbytes
     return Exported(programs, num_bytes, by_dtype, differences)
 
@@ -157,12 +159,12 @@ def _require_extra():
             )
 
 
-def _save(path: pathlib.Path, arrays: dict[str, np.ndarray]):
+def _save(path: pathlib.Path, arrays: Mapping[str, jax.Array | np.ndarray]):
     from safetensors.numpy import save_file  # an optional extra
 
     path.touch()
     mode = path.stat().st_mode  # by the umask; what follows lets its owner read alone
-    save_file(arrays, path)
+    save_file({k: np.asarray(x, order="C") for k, x in arrays.items()}, path)
     path.chmod(mode)
 
 

@@ -7,7 +7,6 @@ where the plan says so. Programs of several batch sizes share equal ones.
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from loka_jax.export.forms import Form, tracing
 from loka_jax.export.loader import Encoding, Inputs
 from loka_jax.ops.tables import Tables
 from loka_jax.predict.trained import Trained
-from loka_jax.serving import fold
+from loka_jax.serving import fold, keep
 from loka_jax.train import metrics
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import compiled_eval_step, logits_of
@@ -59,28 +58,10 @@ class Program(NamedTuple):
         }
 
 
-class Weights:
-    """The weights of all programs, equal ones once."""
-
-    def __init__(self):
-        self.arrays: dict[str, np.ndarray] = {}
-        self._names: dict[tuple[Any, ...], str] = {}
-
-    def add(self, weight: Array) -> str:
-        """Returns the name of a weight, that of an equal one if there is one."""
-        array = np.asarray(weight, order="C")
-        digest = hashlib.sha256(array.tobytes()).hexdigest()
-        key = array.shape, array.dtype, digest
-        if key not in self._names:
-            self._names[key] = name = f"weight_{len(self._names)}"
-            self.arrays[name] = array
-        return self._names[key]
-
-
 def make_program(
-    trained: Trained, form: Form, encoding: Encoding, weights: Weights
+    trained: Trained, form: Form, encoding: Encoding, weights: list[Array]
 ) -> Program:
-    """Returns the program of a form; its weights are added to `weights`.
+    """Returns the program of a form; its weights are added to those of others.
 
     Nothing runs but the preparation of the weights, so that programs for a GPU can be
     made on a CPU.
@@ -91,7 +72,7 @@ def make_program(
     logits = logits_function(form.model, trained.network.tables, state)
     inputs = tables, *encoding.blank(form.batch_size)
     exported, ready = export_function(form, logits, own, *inputs)
-    names = [weights.add(weight) for weight in ready]
+    names = [f"weight_{keep(weights, weight)}" for weight in ready]
     needs = None
     if _MOSAIC in exported.mlir_module():
         needs = form.device.compute_capability

@@ -126,13 +126,6 @@ MISTAKES = [
         "unit/export/folder_test.py",
     ),
     Mistake(
-        "weights of equal bytes are one, whatever their shape",
-        f"{EXPORT}/programs.py",
-        "key = array.shape, array.dtype, digest",
-        "key = array.dtype, digest",
-        "unit/export/programs_test.py",
-    ),
-    Mistake(
         "rows that were answered still count as waiting",
         f"{SERVER}/batching.py",
         "            self._waiting -= sum(request.rows for request in batch)",
@@ -156,8 +149,8 @@ MISTAKES = [
     Mistake(
         "prepared weights of another dtype are shared",
         "loka_jax/serving.py",
-        "alike = (kept.shape, kept.dtype) == (weight.shape, weight.dtype)",
-        "alike = kept.shape == weight.shape",
+        "alike = (other.shape, other.dtype) == (weight.shape, weight.dtype)",
+        "alike = other.shape == weight.shape",
         "unit/serving_test.py",
     ),
     Mistake(
