@@ -6,6 +6,7 @@ equal rows in equal order get equal scores, bit for bit.
 """
 
 import collections
+import itertools
 import os
 import pathlib
 import warnings
@@ -50,12 +51,11 @@ class Predictor:
         """Takes the parts of a run; `load` reads them from its folder."""
         self.config, self.encoding, self.step = config, encoding, step
         self._state, self._run_step = state, run_step
-        self._schema = encoding.schema
 
     @property
     def tasks(self) -> tuple[str, ...]:
         """The names of the labels that are predicted."""
-        return self._schema.labels
+        return self.encoding.schema.labels
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -121,22 +121,20 @@ class Predictor:
         return np.zeros(0 if num_tasks == 1 else (0, num_tasks), np.float32)
 
     def _logits(self, records: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """Yields the logits of all records, batch by batch.
+        """Yields the logits of all records, batch by batch."""
 
-        The device computes a batch while the host makes the next one.
-        """
-        running: tuple[Array, int] | None = None
-        size, num_tasks = self.config.loop.batch_size, len(self.tasks)
-        for rows, count in _batches(records, size):
-            data = ShardDataset(self._schema, [rows], "the rows")
-            batch = data.batch(Position(0, 0, 0), size, shuffle=False)
-            seen = metrics.init(tasks=num_tasks)
-            _, logits = self._run_step(self._state, seen, batch)
-            if running is not None:
-                yield np.asarray(running[0])[: running[1]]
-            running = logits, count
-        if running is not None:
-            yield np.asarray(running[0])[: running[1]]
+        def launched() -> Iterator[tuple[Array, int]]:
+            size, num_tasks = self.config.loop.batch_size, len(self.tasks)
+            for rows, count in _batches(records, size):
+                data = ShardDataset(self.encoding.schema, [rows], "the rows")
+                batch = data.batch(Position(0, 0, 0), size, shuffle=False)
+                seen = metrics.init(tasks=num_tasks)
+                yield self._run_step(self._state, seen, batch)[1], count
+
+        # The device computes a batch while the host makes the next one.
+        ahead: Any = itertools.pairwise(itertools.chain(launched(), [None]))
+        for (logits, count), _ in ahead:
+            yield np.asarray(logits)[:count]
 
 
 def load(
