@@ -27,15 +27,17 @@ from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.export import loader
 from loka_jax.export.encoding import Spec, inputs_as_given, inputs_of
-from loka_jax.export.forms import (
+from loka_jax.export.programs import (
     Form,
     PlanName,
     Platform,
+    Program,
+    evaluation_logits,
     make_form,
+    make_program,
     plan_of,
     runs_here,
 )
-from loka_jax.export.programs import Program, evaluation_logits, make_program
 from loka_jax.options import require
 from loka_jax.predict.trained import Trained, read_trained
 from loka_jax.train.folder.record import versions

@@ -127,7 +127,7 @@ MISTAKES = [
     ),
     Mistake(
         "rows that were answered still count as waiting",
-        f"{SERVER}/batching.py",
+        f"{SERVER}/app.py",
         "            self._waiting -= sum(request.rows for request in batch)",
         "            self._waiting -= len(batch)",
         "unit/server/batching_test.py",

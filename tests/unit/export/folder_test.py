@@ -15,7 +15,7 @@ from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.export import export_run, folder, loader
 from loka_jax.export.encoding import inputs_as_given
 from loka_jax.export.folder import write_model
-from loka_jax.export.forms import make_form
+from loka_jax.export.programs import make_form
 from loka_jax.models import Dlrm
 from loka_jax.predict.trained import make_untrained
 from loka_jax.train.config import DlrmConfig, EmbeddingConfig

@@ -6,7 +6,9 @@ import threading
 
 import pytest
 
-from loka_jax.server import Batcher, Busy
+pytest.importorskip("aiohttp")
+
+from loka_jax.server.app import Batcher, Busy
 
 LONG = 3600.0  # more than a test may take
 
