@@ -13,7 +13,7 @@ import hashlib
 import importlib.util
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +68,6 @@ def export_run(
     batch_sizes: Sequence[int] = (),
     platforms: Sequence[Platform] = ("cpu", "cuda"),
     plan: PlanName = "auto",
-    say: Callable[[str], None] = print,
 ) -> Exported:
     """Writes the model of a trained run to a new folder.
 
@@ -97,21 +96,17 @@ def export_run(
     forms = (
         make_form(
             *(trained, name, size),
-            plan_of(plan, saved, trained, (name, size), say),
+            plan_of(plan, saved, trained, (name, size)),
             by_xla=plan == "off",
         )
         for name in platforms
         for size in sizes
     )
-    return write_model(trained, spec, forms, out, say)
+    return write_model(trained, spec, forms, out)
 
 
 def write_model(
-    trained: Trained,
-    spec: Spec,
-    forms: Iterator[Form],
-    out: pathlib.Path,
-    say: Callable[[str], None] = print,
+    trained: Trained, spec: Spec, forms: Iterator[Form], out: pathlib.Path
 ) -> Exported:
     """Writes programs of a model to a new folder, and compares those that run here."""
     inputs, vocabulary = spec
@@ -123,7 +118,7 @@ def write_model(
             program = make_program(trained, form, encoding, weights)
             (partial / _file(form)).write_bytes(program.content)
             programs.append(program)
-            say(_line(program))
+            print(_line(program))
         tables = jax.tree.leaves(trained.state.table)
         names = [f"table_{i}" for i in range(len(tables))]
         arrays = {f"weight_{i}": x for i, x in enumerate(weights)}
@@ -174,9 +169,9 @@ def _copy_code(folder: pathlib.Path):
     shutil.copyfile(loader.__file__, folder / "loader.py")
     spec = importlib.util.find_spec("flatbuffers")
     assert spec is not None and spec.origin is not None
-    source, target = pathlib.Path(spec.origin).parent, folder / "vendor" / "flatbuffers"
+    target = folder / "vendor" / "flatbuffers"
     target.mkdir(parents=True)
-    for path in source.glob("*.py"):
+    for path in pathlib.Path(spec.origin).parent.glob("*.py"):
         shutil.copyfile(path, target / path.name)
 
 
@@ -186,8 +181,7 @@ def _describe(folder: pathlib.Path, description: dict[str, Any]):
     for path in sorted(x for x in folder.rglob("*") if x.is_file()):
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        name = path.relative_to(folder).as_posix()
-        files[name] = {"bytes": path.stat().st_size, "sha256": digest}
+        files[path.relative_to(folder).as_posix()] = digest
     plain: Any = jsonfile.jsonable(description | {"files": files})
     jsonfile.write(folder / loader.MODEL, plain | {"digest": loader.digest_of(plain)})
 

@@ -378,12 +378,12 @@ def _description(folder: pathlib.Path) -> dict[str, Any]:
             f"{path} has format {made_by}, and this loader reads {FORMAT}: use the "
             "loader.py beside it."
         )
-    for name, entry in files.items():
+    for name, digest in files.items():
         file = folder / name
         if not file.is_file():
             raise _lost(file, "is missing")
         with open(file, "rb") as opened:
-            if hashlib.file_digest(opened, "sha256").hexdigest() != entry["sha256"]:
+            if hashlib.file_digest(opened, "sha256").hexdigest() != digest:
                 raise _lost(file, "is damaged")
     return value
 

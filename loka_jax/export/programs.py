@@ -123,11 +123,7 @@ def runs_here(platform: Platform) -> bool:
 
 
 def plan_of(
-    name: PlanName,
-    saved: DispatchPlan,
-    trained: Trained,
-    form: tuple[Platform, int],
-    say: Callable[[str], None],
+    name: PlanName, saved: DispatchPlan, trained: Trained, form: tuple[Platform, int]
 ) -> DispatchPlan:
     """Returns the plan of a program by its name, see `export_run`."""
     platform, batch_size = form
@@ -147,7 +143,7 @@ def plan_of(
     )
     if performance is None:
         return make_plan(None)
-    how = make_plan, sites, performance, options.check_seconds, say
+    how = make_plan, sites, performance, options.check_seconds, print
     return check_plan(*how, pass_name="inference").plan
 
 

@@ -53,13 +53,13 @@ def test_sizes_up_to_the_runs_own_are_exported_for_both_platforms():
     assert seen.forms == [(*size, "auto", False) for size in sizes]
     sizes = [form[1] for form in asked(batch_size=600, platforms=("cpu",)).forms]
     assert sizes == [1, 16, 128, 600]
-    name, saved, _, size, _ = seen.plan_of.call_args_list[1].args
+    name, saved, _, size = seen.plan_of.call_args_list[1].args
     assert (name, size) == ("auto", ("cpu", 16))
     assert saved is seen.plans.from_json.return_value
     assert seen.plans.from_json.call_args.args[0] == "saved"
     seen.open_run.assert_called_once_with("run", best=True)
     assert seen.read_trained.call_args.args[1] is seen.schema_of.return_value
-    _, spec, _, out, _ = seen.write_model.call_args.args
+    _, spec, _, out = seen.write_model.call_args.args
     assert (spec, out) == (seen.inputs_as_given.return_value, "model")
 
 
@@ -82,7 +82,7 @@ def exported(tmp_path_factory):
     trained = make_untrained(config, SCHEMA)
     made = iter([make_form(trained, "cpu", 16, DispatchPlan())])
     out = tmp_path_factory.mktemp("exported") / "model"
-    return out, write_model(trained, inputs_as_given(SCHEMA), made, out, say=print)
+    return out, write_model(trained, inputs_as_given(SCHEMA), made, out)
 
 
 def test_a_program_equals_the_evaluation_step_and_refuses_other_ids(exported):

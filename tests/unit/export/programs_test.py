@@ -61,7 +61,7 @@ def test_dispatch_chooses_at_each_batch_size(trained, monkeypatch):
     monkeypatch.setattr(programs, "check_plan", unchecked)
     names = []
     for rows in (16, 65536):
-        asked = "auto", DispatchPlan(), trained, ("cuda", rows), print
+        asked = "auto", DispatchPlan(), trained, ("cuda", rows)
         choices = programs.plan_of(*asked).choices
         names.append({path: choice.name for path, choice in choices})
     assert seen == [{16}, {65536}]
@@ -72,8 +72,8 @@ def test_without_its_gpu_a_program_keeps_the_runs_recipes(trained, monkeypatch):
     monkeypatch.setattr(programs, "runs_here", lambda platform: platform == "cpu")
     saved = plan(**{sites(trained, 16)[0]: "xla bf16"})
     for form in (("cpu", 16), ("cuda", 16)):
-        assert programs.plan_of("auto", saved, trained, form, print) is saved
-        assert programs.plan_of("off", saved, trained, form, print) == DispatchPlan()
+        assert programs.plan_of("auto", saved, trained, form) is saved
+        assert programs.plan_of("off", saved, trained, form) == DispatchPlan()
 
 
 @pytest.mark.parametrize("kernels, capability", [("mosaic_gpu_v2", "9.0"), ("", None)])
