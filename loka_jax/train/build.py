@@ -343,12 +343,13 @@ def _chosen(run: Run) -> dict[str, Any]:
 
 def _row_update(config: Config, total_steps: int, groups: int) -> RowUpdate:
     optim, embedding = config.optim, config.embedding
+    is_random = embedding.dtype == "bf16" and embedding.rounding == "stochastic"
     return RowUpdate(
         optimizer=make_row_optimizer(optim, groups),
         learning_rate=make_schedule(optim.rows_lr, optim, total_steps),
         l2=optim.rows_l2,
         implementation=embedding.implementation,
-        rounding_seed=config.seed if embedding.is_rounded_stochastically else None,
+        rounding_seed=config.seed if is_random else None,
     )
 
 

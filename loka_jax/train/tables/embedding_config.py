@@ -40,17 +40,8 @@ class EmbeddingConfig:
 
     def __post_init__(self):  # noqa: D105
         require(1 <= self.dim <= _MAX_DIM, "--embedding.dim", self.dim, _DIMS)
-        require(
-            0 <= self.init_stddev < 10,
-            "--embedding.init-stddev",
-            self.init_stddev,
-            "in [0, 10)",
-        )
-
-    @property
-    def is_rounded_stochastically(self) -> bool:
-        """Whether updated rows are rounded stochastically."""
-        return self.dtype == "bf16" and self.rounding == "stochastic"
+        stddev = self.init_stddev
+        require(0 <= stddev < 10, "--embedding.init-stddev", stddev, "in [0, 10)")
 
     def dims_of(
         self, columns: tuple[str, ...], owners: tuple[str, ...] = ()
