@@ -74,7 +74,18 @@ def plan(config: Config, options: Mapping[str, Any]) -> int:
         print(report(workload, estimates, rates))
         print(f"fastest: {require_fit(workload, gpus, rates).mesh}")
     if options["out"] != _NO_FILE:
-        text = jsonfile.dumps(as_json(workload, estimates, rates), indent=1)
+        command = shlex.join(["python", "experiments/plan.py", *sys.argv[1:]])
+        found = {
+            "command": as_commands(command),
+            "workload": dataclasses.asdict(workload),
+            "rates": dataclasses.asdict(rates),
+            "meshes": [
+                dataclasses.asdict(one)
+                | {"step_us": one.step_us, "why_not": one.why_not(rates)}
+                for one in estimates
+            ],
+        }
+        text = jsonfile.dumps(found, indent=1)
         jsonfile.write_text(options["out"], text + "\n")
     return 0
 
@@ -116,24 +127,6 @@ def simulation(workload: Workload, estimates: list[Estimate], rates: Rates) -> s
     return "\n".join(lines)
 
 
-def as_json(
-    workload: Workload, estimates: list[Estimate], rates: Rates
-) -> dict[str, Any]:
-    """Returns workload, rates and meshes as JSON values."""
-    return {
-        "command": as_commands(
-            shlex.join(["python", "experiments/plan.py", *sys.argv[1:]])
-        ),
-        "workload": dataclasses.asdict(workload),
-        "rates": dataclasses.asdict(rates),
-        "meshes": [
-            dataclasses.asdict(one)
-            | {"step_us": one.step_us, "why_not": one.why_not(rates)}
-            for one in estimates
-        ],
-    }
-
-
 def _parts(parts: Mapping[str, float], unit: float, digits: int) -> str:
     return ", ".join(f"{name} {x / unit:,.{digits}f}" for name, x in parts.items() if x)
 
@@ -150,16 +143,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
 
     def command() -> int:
-        config, options = parse_with(
-            arguments,
-            "plan.py",
-            gpus=8,
-            simulate=False,
-            dense_us=0.0,
-            rates=Rates(),
-            out=_NO_FILE,
-        )
-        return plan(config, options)
+        own = dict(gpus=8, simulate=False, dense_us=0.0, rates=Rates(), out=_NO_FILE)
+        return plan(*parse_with(arguments, "plan.py", **own))
 
     return run_cli(command)
 

@@ -11,7 +11,7 @@ between the operations of a kernel, and so may round at other places than in the
 program.)
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -70,7 +70,7 @@ class Served:
                 `serve`; they may need another plan. If they are another structure,
                 such as a dict of other keys.
         """
-        shapes = tuple(_shapes(jax.tree.leaves(inputs)))
+        shapes = tuple(map(_shape, jax.tree.leaves(inputs)))
         if shapes not in self._by_shapes:
             known = " or ".join(str([*known]) for known in self._by_shapes)
             raise ValueError(
@@ -148,7 +148,7 @@ def fold(function: Callable[..., Any], weights: Any, *inputs: Any) -> Folded:
     """
     program, out_tree = _trace(function, weights, inputs)
     structure = jax.tree.structure(inputs)
-    leaves, shapes = jax.tree.leaves(weights), _shapes(jax.tree.leaves(inputs))
+    leaves, shapes = jax.tree.leaves(weights), map(_shape, jax.tree.leaves(inputs))
     of_weights = program.jaxpr.invars[: len(leaves)]
     of_inputs = program.jaxpr.invars[len(leaves) :]
     eqns_once, eqns_later, kept = _split(program.jaxpr, of_weights, of_inputs)
@@ -184,7 +184,7 @@ def _trace(function, weights, inputs):
         outputs, out_tree = jax.tree.flatten(function(weights, *inputs))
         return outputs
 
-    shapes = _shapes(leaves)
+    shapes = [*map(_shape, leaves)]
     traced = jax.make_jaxpr(flat)(*shapes)
     # Traced again, because a weight's cast is often deep in an inner program.
     program = jax.make_jaxpr(lambda *x: _run_inlined(traced, *x))(*shapes)
@@ -201,7 +201,7 @@ def _split(
     of_weights, of_inputs = set(weights), set(inputs)
     once, later = [], set()
     for i, eqn in enumerate(jaxpr.eqns):
-        read = set(_variables(eqn.invars))
+        read = _variables(eqn.invars)
         if eqn.effects or read & of_inputs:
             of_inputs |= set(eqn.outvars)
             later.add(i)
@@ -214,7 +214,7 @@ def _split(
     read_later = [*(jaxpr.eqns[i].invars for i in later), jaxpr.outvars]
     needed = {v for atoms in read_later for v in _variables(atoms)} & of_weights
     for i, eqn in reversed(once):
-        outs, read = set(eqn.outvars), set(_variables(eqn.invars))
+        outs, read = set(eqn.outvars), _variables(eqn.invars)
         if needed & outs and _num_bytes(outs) > _num_bytes(read):
             later.add(i)
             needed = (needed - outs) | (read & of_weights)
@@ -226,8 +226,8 @@ def _split(
     )
 
 
-def _variables(atoms: Sequence[Any]) -> Iterator[jex.Var]:
-    return (atom for atom in atoms if isinstance(atom, jex.Var))
+def _variables(atoms: Sequence[Any]) -> set[jex.Var]:
+    return {atom for atom in atoms if isinstance(atom, jex.Var)}
 
 
 def _num_bytes(variables: Iterable[jex.Var]) -> int:
@@ -257,10 +257,6 @@ def _run(program: jex.ClosedJaxpr, eqns, env: dict, *, inline: bool = False):
 
 def _read(env: Mapping[jex.Var, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, jex.Literal) else env[atom]
-
-
-def _shapes(values: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [_shape(x) for x in values]
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -192,7 +192,7 @@ class Router:
         implementation: Implementation | None = None,
         steps_per_call: int = 1,
     ):
-        """Takes the parts of a run."""
+        """Prepares a program that routes a batch when it first runs."""
         self._most = by_stack(
             lambda spec: order_of(spec).places // mesh.shape[SHARD], tables
         )
@@ -324,10 +324,8 @@ class Router:
 
         They are none if the router has not taken batches so far ahead.
         """
-        count = len(self._coming)
-        if count <= self._ahead:
-            return []
-        if self._coming[count - 1 - self._ahead].batch is not batches[-1]:
+        newest = len(self._coming) - 1 - self._ahead
+        if newest < 0 or self._coming[newest].batch is not batches[-1]:
             return []
         return list(self._coming)[-len(batches) :]
 
