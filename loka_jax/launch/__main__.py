@@ -53,7 +53,7 @@ def _job(arguments: list[str]) -> Job:
     add("script", help="for example experiments/train.py, or train")
     add("arguments", nargs=argparse.REMAINDER, help="of the script")
     options = parser.parse_args(arguments)
-    require_devices(options.processes, options.cpu_devices, os.environ)
+    require_devices(options.processes, options.cpu_devices)
     try:
         folder = (options.logs or _new_folder(Path("runs"))).expanduser()
         folder.mkdir(parents=True, exist_ok=True)

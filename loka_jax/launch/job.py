@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,15 +151,13 @@ class Job:
         return own
 
 
-def require_devices(
-    processes: int, cpu_devices: int | None, environment: Mapping[str, str]
-) -> None:
+def require_devices(processes: int, cpu_devices: int | None) -> None:
     """Raises ValueError if so many processes cannot run here."""
     require(processes >= 1, "--processes", processes, "at least 1")
     if cpu_devices is not None:
         require(cpu_devices >= 1, "--cpu-devices", cpu_devices, "at least 1")
         return
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     else:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -292,7 +291,7 @@ def build(
         return run
     params = run.template()["params"]
     wire = config.collectives.gradients
-    gradient_sum = choose_sum(wire, params, placement.size, hosts(os.environ))
+    gradient_sum = choose_sum(wire, params, placement.size, hosts())
     notes = (*run.plan_notes, gradient_sum.note)
     if groups > 1 and config.optim.rows == "rowwise_adagrad":
         notes = (*notes, scaled_sums(groups, config.optim))

@@ -7,7 +7,6 @@ the rest    on all devices
 """
 
 import dataclasses
-import os
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -152,7 +151,7 @@ def _shape(config: MeshConfig) -> tuple[int, int]:
         # CPU devices share the cores of one CPU: nothing is gained by several.
         if jax.default_backend() == "cpu" and jax.process_count() == 1:
             return 1, 1
-        groups = hosts(os.environ)
+        groups = hosts()
         return groups, devices // groups
     if replicas <= devices and devices % replicas:
         counts = " or ".join(map(str, group_counts(devices)))

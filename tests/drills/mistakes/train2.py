@@ -161,8 +161,8 @@ MISTAKES = [
     Mistake(
         "the store of torchrun keeps its port from the run",
         f"{TRAIN}/processes/group.py",
-        '_number(environment, "MASTER_PORT") + is_taken',
-        '_number(environment, "MASTER_PORT")',
+        '_number("MASTER_PORT") + is_taken',
+        '_number("MASTER_PORT")',
         "unit/train/processes/group_test.py",
     ),
     Mistake(

@@ -45,7 +45,7 @@ def eight(monkeypatch):
     ],
 )
 def test_meshes_say_how_many_devices_they_use(monkeypatch, options, hosts, shape):
-    monkeypatch.setattr(devices, "hosts", lambda _: hosts)
+    monkeypatch.setattr(devices, "hosts", lambda: hosts)
     mesh = mesh_of(MeshConfig(**options), 96, 1)
     (groups, shards), used = shape, mesh.size
     assert mesh.devices.tolist() == np.arange(used).reshape(shape).tolist()
