@@ -112,28 +112,18 @@ class Batcher:
     runs in a thread, the next one fills.
     """
 
-    def __init__(
-        self,
-        run: Callable[[Sequence[Any]], Sequence[Any]],
-        *,
-        max_rows: int,
-        wait_s: float,
-        max_waiting: int,
-    ):
-        """Takes the function and the limits.
+    def __init__(self, run: Callable[[Sequence[Any]], Sequence[Any]], limits: Limits):
+        """Takes the function from the values of a batch to their results.
 
-        Args:
-            run: from the values of a batch to their results; runs in a thread.
-            max_rows: of a batch; one larger request is a batch of its own.
+        A request of more rows than a batch may have is a batch of its own.
         """
-        self._run, self._max_rows, self._wait_s = run, max_rows, wait_s
-        self._max_waiting, self._waiting = max_waiting, 0
+        self._run, self._limits, self._waiting = run, limits, 0
         self._queue: asyncio.Queue[_Request] = asyncio.Queue()
         self._held: _Request | None = None
 
     async def result(self, value: Any, rows: int) -> Any:
         """Returns the result of a value, or raises Busy if too many rows wait."""
-        if self._waiting + rows > self._max_waiting:
+        if self._waiting + rows > self._limits.max_waiting:
             raise Busy
         self._waiting += rows
         answer = asyncio.get_running_loop().create_future()
@@ -162,11 +152,11 @@ class Batcher:
         first, self._held = self._held or await self._queue.get(), None
         batch, rows = [first], first.rows
         try:
-            async with asyncio.timeout(self._wait_s):
-                while rows < self._max_rows:
+            async with asyncio.timeout(self._limits.wait_ms / 1e3):
+                while rows < self._limits.max_rows:
                     request = await self._queue.get()
                     rows += request.rows
-                    if rows > self._max_rows:
+                    if rows > self._limits.max_rows:
                         self._held = request
                         break
                     batch.append(request)
@@ -180,12 +170,7 @@ class Worker:
 
     def __init__(self, scorer: Scorer, limits: Limits):
         self._scorer, self._limits = scorer, limits
-        self._batcher = Batcher(
-            scorer.run,
-            max_rows=limits.max_rows,
-            wait_s=limits.wait_ms / 1e3,
-            max_waiting=limits.max_waiting,
-        )
+        self._batcher = Batcher(scorer.run, limits)
         self._ending = asyncio.Event()
 
     async def serve(self, listening: socket.socket, ready: int) -> None:

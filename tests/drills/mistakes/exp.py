@@ -135,9 +135,9 @@ MISTAKES = [
     Mistake(
         "a request waits for milliseconds as if they were seconds",
         f"{SERVER}/app.py",
-        "wait_s=limits.wait_ms / 1e3",
-        "wait_s=limits.wait_ms",
-        "unit/server/app_test.py",
+        "asyncio.timeout(self._limits.wait_ms / 1e3)",
+        "asyncio.timeout(self._limits.wait_ms)",
+        "unit/server/batching_test.py",
     ),
     Mistake(
         "a restart ends the new worker",
