@@ -42,8 +42,6 @@ from loka_jax.train.logs.progress import (
 )
 from loka_jax.train.loop import Loop
 from loka_jax.train.mesh.devices import used_devices
-from loka_jax.train.planner.mesh_plan import Mesh, host_note
-from loka_jax.train.planner.workload import workload_of
 from loka_jax.train.planning import OBSERVE_EVERY
 from loka_jax.train.processes.group import Processes, start
 from loka_jax.train.processes.signals import stop_on_signals
@@ -186,25 +184,12 @@ def _build(
         console.print(used_devices(*run.placement.shape))
     print_sites(console, run.running_sites)
     print_plan(console, run.plan, run.plan_notes)
-    if note := _host_note(run):
-        console.print(note)
     if config.run.profile_steps().start >= run.total_steps:
         raise ValueError(
             f"--profile {config.run.profile} starts after the run's last step "
             f"{run.total_steps - 1}: start earlier."
         )
     return run
-
-
-def _host_note(run: Run) -> str | None:
-    """Returns what several steps a call may save of a run over several GPUs."""
-    config, placement = run.config, run.placement
-    is_on_gpus = placement.size > 1 and jax.default_backend() == "gpu"
-    if not is_on_gpus or config.mesh.sync_every > 1:
-        return None
-    size = config.loop.batch_size // placement.size
-    workload = workload_of(config, run.splits.train.schema, size)
-    return host_note(workload, Mesh(*placement.shape), run.total_steps)
 
 
 def _plan_of(start: Saved | SourceRun | None) -> Any:

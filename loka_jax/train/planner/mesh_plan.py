@@ -55,8 +55,6 @@ _WIRE_BYTES = 2  # of a value: bfloat16
 _ID_BYTES = 4
 _FLOAT_BYTES = 4
 _SORT_BYTES = 8  # a row's number and its place
-_STEPS_PER_CALL = 8  # looks at scales end calls that are longer
-_WORTH_S = 60.0  # several steps a call take tens of seconds to compile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,30 +191,6 @@ def require_fit(workload: Workload, gpus: int, rates: Rates) -> Estimate:
             f"takes least, {reason}: use more GPUs, smaller tables or a smaller batch."
         )
     return best
-
-
-def host_note(
-    workload: Workload, mesh: Mesh, steps: int, rates: Rates | None = None
-) -> str | None:
-    """Returns a sentence on what several steps a call may save, None if that is little.
-
-    Args:
-        rates: of the host; None for those of `Rates`.
-    """
-    rates = rates or Rates()
-
-    def seconds(workload: Workload) -> float:
-        return 1e-6 * steps * estimate(workload, mesh, rates).step_us
-
-    several = dataclasses.replace(workload, steps_per_call=_STEPS_PER_CALL)
-    now, then = seconds(workload), seconds(several)
-    if now - then < _WORTH_S:
-        return None
-    return (
-        f"The host may take longer to launch a step than {mesh.gpus} GPUs to run it: "
-        f"--loop.steps-per-call {_STEPS_PER_CALL} may save {now - then:,.0f} of "
-        f"{now:,.0f} s."
-    )
 
 
 def _memory(workload: Workload, mesh: Mesh) -> dict[str, float]:
