@@ -106,7 +106,13 @@ class Job:
         # A terminal, if there is one, for a progress bar.
         ours, theirs = os.openpty() if sys.stdout.isatty() else os.pipe()
         command = [*_COPY, str(self.log(0))]
-        copy = subprocess.Popen(command, stdin=ours, stderr=subprocess.DEVNULL)
+        copy = subprocess.Popen(
+            command,
+            stdin=ours,
+            stderr=subprocess.DEVNULL,
+            # A signal to all processes of a group is no reason to lose output.
+            preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+        )
         os.close(ours)
         try:
             yield theirs
