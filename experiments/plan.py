@@ -33,17 +33,19 @@ from experiments.cli import parse_with, run_cli
 from loka_jax import jsonfile
 from loka_jax.commands import as_commands
 from loka_jax.data import Schema, generated, open_data
+from loka_jax.options import require
 from loka_jax.train.config import Config
 from loka_jax.train.planner.mesh_plan import (
     GB,
     Estimate,
+    Mesh,
     Rates,
     estimate,
     fastest,
+    meshes,
     require_fit,
 )
-from loka_jax.train.planner.mesh_workload import workload_of
-from loka_jax.train.planner.step_sizes import Mesh, Workload, meshes
+from loka_jax.train.planner.workload import Workload, workload_of
 
 SIMULATED = tuple(2**k for k in range(13))
 _NO_FILE = pathlib.Path()
@@ -55,32 +57,35 @@ def plan(config: Config, options: Mapping[str, Any]) -> int:
     Raises:
         ValueError: if no mesh fits.
     """
-    rates, gpus = options["rates"], options["gpus"]
-    if gpus < 1:
-        raise ValueError(f"--gpus {gpus} must be at least 1.")
-    if not 0 <= options["dense_us"] < math.inf:
-        raise ValueError(
-            f"--dense-us {options['dense_us']} must be a time, at least 0."
-        )
-    dense_us = options["dense_us"] or None
-    schema = schema_of(config)
+    rates, gpus, dense_us = (options[name] for name in ("rates", "gpus", "dense_us"))
+    batch = config.loop.batch_size
+    require(gpus >= 1, "--gpus", gpus, "at least 1")
+    require(0 <= dense_us < math.inf, "--dense-us", dense_us, "a time, at least 0")
+    schema, dense_us = schema_of(config), dense_us or None
     if options["simulate"]:
-        workload = workload_of(config, schema, config.loop.batch_size, dense_us)
+        workload = workload_of(config, schema, batch, dense_us)
         estimates = [fastest(workload, n, rates) for n in SIMULATED]
         print(simulation(workload, estimates, rates))
     else:
-        if config.loop.batch_size % gpus:
-            raise ValueError(
-                f"--loop.batch-size {config.loop.batch_size} must be a multiple of "
-                f"--gpus {gpus}."
-            )
-        batch = config.loop.batch_size // gpus
-        workload = workload_of(config, schema, batch, dense_us)
+        is_even = batch % gpus == 0
+        require(is_even, "--loop.batch-size", batch, f"a multiple of --gpus {gpus}")
+        workload = workload_of(config, schema, batch // gpus, dense_us)
         estimates = [estimate(workload, mesh, rates) for mesh in meshes(gpus)]
         print(report(workload, estimates, rates))
         print(f"fastest: {require_fit(workload, gpus, rates).mesh}")
     if options["out"] != _NO_FILE:
-        text = jsonfile.dumps(as_json(workload, estimates, rates), indent=1)
+        command = shlex.join(["python", "experiments/plan.py", *sys.argv[1:]])
+        found = {
+            "command": as_commands(command),
+            "workload": dataclasses.asdict(workload),
+            "rates": dataclasses.asdict(rates),
+            "meshes": [
+                dataclasses.asdict(one)
+                | {"step_us": one.step_us, "why_not": one.why_not(rates)}
+                for one in estimates
+            ],
+        }
+        text = jsonfile.dumps(found, indent=1)
         jsonfile.write_text(options["out"], text + "\n")
     return 0
 
@@ -122,24 +127,6 @@ def simulation(workload: Workload, estimates: list[Estimate], rates: Rates) -> s
     return "\n".join(lines)
 
 
-def as_json(
-    workload: Workload, estimates: list[Estimate], rates: Rates
-) -> dict[str, Any]:
-    """Returns workload, rates and meshes as JSON values."""
-    return {
-        "command": as_commands(
-            shlex.join(["python", "experiments/plan.py", *sys.argv[1:]])
-        ),
-        "workload": dataclasses.asdict(workload),
-        "rates": dataclasses.asdict(rates),
-        "meshes": [
-            dataclasses.asdict(one)
-            | {"step_us": one.step_us, "why_not": one.why_not(rates)}
-            for one in estimates
-        ],
-    }
-
-
 def _parts(parts: Mapping[str, float], unit: float, digits: int) -> str:
     return ", ".join(f"{name} {x / unit:,.{digits}f}" for name, x in parts.items() if x)
 
@@ -155,16 +142,8 @@ def main(arguments: list[str]) -> int:
     """Runs one command line and returns the exit code."""
 
     def command() -> int:
-        config, options = parse_with(
-            arguments,
-            "plan.py",
-            gpus=8,
-            simulate=False,
-            dense_us=0.0,
-            rates=Rates(),
-            out=_NO_FILE,
-        )
-        return plan(config, options)
+        own = dict(gpus=8, simulate=False, dense_us=0.0, rates=Rates(), out=_NO_FILE)
+        return plan(*parse_with(arguments, "plan.py", **own))
 
     return run_cli(command)
 

@@ -11,7 +11,7 @@ between the operations of a kernel, and so may round at other places than in the
 program.)
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,17 +54,8 @@ class Served:
         self.ready: list[Array] = []
         self._by_shapes = {}
         for one in folded:
-            ready = [self._kept(x) for x in one.ready]
+            ready = [self.ready[keep(self.ready, x)] for x in one.ready]
             self._by_shapes[one.shapes] = ready, jax.jit(one.function)
-
-    def _kept(self, weight: Array) -> Array:
-        """Returns a prepared weight, or an equal one that is kept already."""
-        for kept in self.ready:
-            alike = (kept.shape, kept.dtype) == (weight.shape, weight.dtype)
-            if alike and bool(jnp.array_equal(kept, weight)):
-                return kept
-        self.ready.append(weight)
-        return weight
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +70,7 @@ class Served:
                 `serve`; they may need another plan. If they are another structure,
                 such as a dict of other keys.
         """
-        shapes = tuple(_shapes(jax.tree.leaves(inputs)))
+        shapes = tuple(map(_shape, jax.tree.leaves(inputs)))
         if shapes not in self._by_shapes:
             known = " or ".join(str([*known]) for known in self._by_shapes)
             raise ValueError(
@@ -88,6 +79,16 @@ class Served:
             )
         ready, function = self._by_shapes[shapes]
         return function(ready, *inputs)
+
+
+def keep(kept: list[Array], weight: Array) -> int:
+    """Returns the place of a weight among those kept: an equal one's, or a new one."""
+    for place, other in enumerate(kept):
+        alike = (other.shape, other.dtype) == (weight.shape, weight.dtype)
+        if alike and bool(jnp.array_equal(other, weight)):
+            return place
+    kept.append(weight)
+    return len(kept) - 1
 
 
 def serve(
@@ -123,15 +124,14 @@ def serve(
         )
     check_scales(variables)
     inputs = jax.tree.map(_shape, inputs)
-    sizes = [_with_rows(inputs, rows) for rows in batch_sizes] or [inputs]
+
+    def with_rows(rows: int) -> Any:
+        return jax.tree.map(
+            lambda x: x.update(shape=(rows, *x.shape[1:])) if x.shape else x, inputs
+        )
+
+    sizes = [with_rows(rows) for rows in batch_sizes] or [inputs]
     return Served(fold(model.apply, variables, *shapes) for shapes in sizes)
-
-
-def _with_rows(inputs: Any, rows: int) -> Any:
-    def with_rows(x):
-        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x
-
-    return jax.tree.map(with_rows, inputs)
 
 
 def fold(function: Callable[..., Any], weights: Any, *inputs: Any) -> Folded:
@@ -148,13 +148,15 @@ def fold(function: Callable[..., Any], weights: Any, *inputs: Any) -> Folded:
     """
     program, out_tree = _trace(function, weights, inputs)
     structure = jax.tree.structure(inputs)
-    leaves, shapes = jax.tree.leaves(weights), _shapes(jax.tree.leaves(inputs))
-    parts = _split(program.jaxpr, len(leaves))
+    leaves, shapes = jax.tree.leaves(weights), map(_shape, jax.tree.leaves(inputs))
+    of_weights = program.jaxpr.invars[: len(leaves)]
+    of_inputs = program.jaxpr.invars[len(leaves) :]
+    eqns_once, eqns_later, kept = _split(program.jaxpr, of_weights, of_inputs)
 
     def once(*leaves):
-        env = dict(zip(parts.weights, leaves, strict=True))
-        _run(program, parts.once, env)
-        return [env[var] for var in parts.ready]
+        env = dict(zip(of_weights, leaves, strict=True))
+        _run(program, eqns_once, env)
+        return [env[var] for var in kept]
 
     def later(ready, *inputs):
         inputs, given = jax.tree.flatten(inputs)
@@ -163,9 +165,8 @@ def fold(function: Callable[..., Any], weights: Any, *inputs: Any) -> Folded:
                 f"inputs are {given}, but the weights were prepared for {structure}: "
                 "give them in this structure."
             )
-        env = dict(zip(parts.ready, ready, strict=True))
-        env |= dict(zip(parts.inputs, inputs, strict=True))
-        _run(program, parts.later, env)
+        env = dict(zip((*kept, *of_inputs), (*ready, *inputs), strict=True))
+        _run(program, eqns_later, env)
         outs = [_read(env, var) for var in program.jaxpr.outvars]
         return jax.tree.unflatten(out_tree, outs)
 
@@ -183,35 +184,24 @@ def _trace(function, weights, inputs):
         outputs, out_tree = jax.tree.flatten(function(weights, *inputs))
         return outputs
 
-    shapes = _shapes(leaves)
+    shapes = [*map(_shape, leaves)]
     traced = jax.make_jaxpr(flat)(*shapes)
     # Traced again, because a weight's cast is often deep in an inner program.
     program = jax.make_jaxpr(lambda *x: _run_inlined(traced, *x))(*shapes)
     return program, out_tree
 
 
-class _Parts(NamedTuple):
-    """A program split in two.
+def _split(
+    jaxpr: jex.Jaxpr, weights: Sequence[jex.Var], inputs: Sequence[jex.Var]
+) -> tuple[list[jex.JaxprEqn], list[jex.JaxprEqn], list[jex.Var]]:
+    """Returns the equations to run once, those to run later, and what passes between.
 
-    Attributes:
-        once, later: equations in order; those that depend on no input are in both.
-        ready: the variables passed from `once` to `later`.
+    Both lists are in order. Equations that depend on no input are in both.
     """
-
-    weights: Sequence[jex.Var]
-    inputs: Sequence[jex.Var]
-    once: list[jex.JaxprEqn]
-    later: list[jex.JaxprEqn]
-    ready: list[jex.Var]
-
-
-def _split(jaxpr: jex.Jaxpr, num_weights: int) -> _Parts:
-    """Returns the parts of a program whose first `num_weights` inputs are weights."""
-    weights, inputs = jaxpr.invars[:num_weights], jaxpr.invars[num_weights:]
     of_weights, of_inputs = set(weights), set(inputs)
     once, later = [], set()
     for i, eqn in enumerate(jaxpr.eqns):
-        read = set(_variables(eqn.invars))
+        read = _variables(eqn.invars)
         if eqn.effects or read & of_inputs:
             of_inputs |= set(eqn.outvars)
             later.add(i)
@@ -224,22 +214,20 @@ def _split(jaxpr: jex.Jaxpr, num_weights: int) -> _Parts:
     read_later = [*(jaxpr.eqns[i].invars for i in later), jaxpr.outvars]
     needed = {v for atoms in read_later for v in _variables(atoms)} & of_weights
     for i, eqn in reversed(once):
-        outs, read = set(eqn.outvars), set(_variables(eqn.invars))
+        outs, read = set(eqn.outvars), _variables(eqn.invars)
         if needed & outs and _num_bytes(outs) > _num_bytes(read):
             later.add(i)
             needed = (needed - outs) | (read & of_weights)
     made = (var for _, eqn in once for var in eqn.outvars)
-    return _Parts(
-        weights,
-        inputs,
-        once=[eqn for _, eqn in once],
-        later=[jaxpr.eqns[i] for i in sorted(later)],
-        ready=[var for var in (*weights, *made) if var in needed],
+    return (
+        [eqn for _, eqn in once],
+        [jaxpr.eqns[i] for i in sorted(later)],
+        [var for var in (*weights, *made) if var in needed],
     )
 
 
-def _variables(atoms: Sequence[Any]) -> Iterator[jex.Var]:
-    return (atom for atom in atoms if isinstance(atom, jex.Var))
+def _variables(atoms: Sequence[Any]) -> set[jex.Var]:
+    return {atom for atom in atoms if isinstance(atom, jex.Var)}
 
 
 def _num_bytes(variables: Iterable[jex.Var]) -> int:
@@ -269,10 +257,6 @@ def _run(program: jex.ClosedJaxpr, eqns, env: dict, *, inline: bool = False):
 
 def _read(env: Mapping[jex.Var, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, jex.Literal) else env[atom]
-
-
-def _shapes(values: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [_shape(x) for x in values]
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

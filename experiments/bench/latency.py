@@ -41,8 +41,13 @@ from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.table import RoleErrors
 from loka_jax.export import loader
 from loka_jax.export.encoding import inputs_as_given
-from loka_jax.export.forms import Form, Platform, make_form
-from loka_jax.export.programs import export_function, logits_function
+from loka_jax.export.programs import (
+    Form,
+    Platform,
+    export_function,
+    logits_function,
+    make_form,
+)
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT, Site
 from loka_jax.predict.trained import Trained, make_untrained
 from loka_jax.train.gradients import variables_of

@@ -112,16 +112,14 @@ def draw_rows(folder: pathlib.Path) -> list[dict[str, Any]]:
     inputs = json.loads((folder / loader.MODEL).read_bytes())["inputs"]
     arrays = loader.read_arrays(folder / "vocabulary.safetensors")
     rng, rows = np.random.default_rng(0), [{} for _ in range(_POOL)]
-    multi = len(inputs["fields"]) - len(inputs["multi"])
     for row in rows:
         for name in inputs["dense"]["columns"]:
             row[name] = float(rng.lognormal())
-        for at, field in enumerate(inputs["fields"]):
-            values = [_value(field, arrays, rng) for _ in range(1 + (at >= multi))]
-            row[field["column"]] = values if at >= multi else values[0]
-            weights = inputs["multi"][at - multi]["weights"] if at >= multi else None
-            if weights is not None:
-                row[weights] = rng.random(len(values)).tolist()
+        for field in inputs["fields"]:
+            values = [_value(field, arrays, rng) for _ in range(1 + ("slots" in field))]
+            row[field["column"]] = values if "slots" in field else values[0]
+            if field.get("weights") is not None:
+                row[field["weights"]] = rng.random(len(values)).tolist()
     return rows
 
 

@@ -58,8 +58,7 @@ from loka_jax.measure.compiling import (
 )
 from loka_jax.measure.timing import profile_kernels
 from loka_jax.ops.wide_stack import WIDE
-from loka_jax.optim import OptimConfig
-from loka_jax.optim.from_config import make_dense_optimizer
+from loka_jax.optim import OptimConfig, make_dense_optimizer
 from loka_jax.serving import fold
 from loka_jax.site import Choice
 

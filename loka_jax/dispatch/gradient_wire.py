@@ -6,13 +6,15 @@ looks up what `experiments/bench/collectives.py` measured on such a host, and ro
 gradients only for a gain. On a host that was not measured it stays with float32.
 """
 
+import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 
-from loka_jax import jsonfile
+from loka_jax import jsonfile, triton
 from loka_jax.ops.collectives import Wire
 
 Option = Literal["auto", "f32", "bf16", "int8"]
@@ -20,72 +22,55 @@ SHIPPED = pathlib.Path(__file__).with_suffix(".json")
 # Of the time in float32: what rounding has to save.
 LEAST_GAIN = 0.1
 _MIB = 2**20
-_MEASURE = "python experiments/bench/collectives.py --table"
+_MEASURE = f"python experiments/bench/collectives.py --table {SHIPPED.name}"
 
 
-class Host(NamedTuple):
-    """What was measured on GPUs of one host.
+class GradientSum(NamedTuple):
+    """How the dense gradients of a run are summed over its devices.
 
     Attributes:
-        device: their kind, as JAX names it.
-        devices: their number.
-        us: by form ("f32", "bf16", "int8 xla", "int8 triton") the microseconds of a sum
-            by the bytes of a device's float32 gradients.
+        wire: how they travel.
+        reason: a sentence.
+        num_bytes: of all of them in float32.
     """
-
-    device: str
-    devices: int
-    us: Mapping[str, Mapping[int, float]]
-
-
-class WireChoice(NamedTuple):
-    """How gradients travel, and a sentence why."""
 
     wire: Wire
     reason: str
+    num_bytes: int
+
+    @property
+    def note(self) -> str:
+        """A sentence for the user."""
+        size = f"{self.num_bytes / _MIB:.3g} MiB"
+        return f"Dense gradients, {size}, are summed in {self.wire}: {self.reason}."
 
 
-def choose_wire(
-    option: Option,
-    num_bytes: int,
-    *,
-    device: str,
-    devices: int,
-    hosts: Sequence[Host],
-    has_kernels: bool,
-) -> WireChoice:
-    """Returns how gradients travel.
-
-    Args:
-        num_bytes: of all dense gradients in float32.
-        has_kernels: whether Triton's kernels run here; without them int8 takes XLA's.
-    """
+def choose_sum(option: Option, params: Any, devices: int, hosts: int) -> GradientSum:
+    """Returns how the gradients of some parameters are summed over devices."""
+    num_bytes = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     if option != "auto":
-        return WireChoice(option, "as asked")
+        return GradientSum(option, "as asked", num_bytes)
     if devices == 1:
-        return WireChoice("f32", "on one device nothing travels")
-    found = [host.us for host in hosts if host[:2] == (device, devices)]
-    if not found:
-        reason = (
-            f"not measured on {devices} x {device}: {_MEASURE} {SHIPPED.name} does it"
-        )
-        return WireChoice("f32", reason)
-    forms: dict[Wire, str] = {
-        "f32": "f32",
-        "bf16": "bf16",
-        "int8": "int8 triton" if has_kernels else "int8 xla",
-    }
+        return GradientSum("f32", "on one device nothing travels", num_bytes)
+    # What was measured was measured in one host; links between hosts are others.
+    device = jax.devices()[0].device_kind + (f" of {hosts} hosts" if hosts > 1 else "")
+    measured = read().get((device, devices))
+    if measured is None:
+        reason = f"not measured on {devices} x {device}: {_MEASURE} does it"
+        return GradientSum("f32", reason, num_bytes)
+    int8 = "int8 triton" if triton.why_not_here() is None else "int8 xla"
+    forms: dict[Wire, str] = {"f32": "f32", "bf16": "bf16", "int8": int8}
     us: dict[Wire, float] = {
-        wire: time_at(found[-1][form], num_bytes)
+        wire: time_at(measured[form], num_bytes)
         for wire, form in forms.items()
-        if form in found[-1]
+        if form in measured
     }
     wire = min(us, key=lambda name: us[name])
     times = ", ".join(f"{name} {time:.0f}" for name, time in us.items())
     reason = f"sums of {num_bytes / _MIB:.1f} MiB take {times} us"
     if us[wire] > (1 - LEAST_GAIN) * us["f32"]:
-        return WireChoice("f32", f"{reason}: rounding must save {LEAST_GAIN:.0%}")
-    return WireChoice(wire, reason)
+        wire, reason = "f32", f"{reason}: rounding must save {LEAST_GAIN:.0%}"
+    return GradientSum(wire, reason, num_bytes)
 
 
 def time_at(us: Mapping[int, float], num_bytes: int) -> float:
@@ -102,39 +87,30 @@ def time_at(us: Mapping[int, float], num_bytes: int) -> float:
     return times[-1] + slope * (num_bytes - sizes[-1])
 
 
-def read(path: pathlib.Path = SHIPPED) -> list[Host]:
-    """Returns the hosts of a table.
+def read(
+    path: pathlib.Path = SHIPPED,
+) -> dict[tuple[str, int], dict[str, dict[int, float]]]:
+    """Returns what was measured, by kind and number of the GPUs of a host.
 
-    Raises:
-        ValueError: if it is not one.
+    By form ("f32", "bf16", "int8 xla", "int8 triton") they are the microseconds of a
+    sum by the bytes of a device's float32 gradients.
     """
-    table = jsonfile.as_dict(jsonfile.read(path))
-    try:
-        return [_host(host) for host in table["hosts"]]
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is no table of sums over GPUs ({error!r}): write a new one with "
-            f"{_MEASURE} FILE."
-        ) from None
-
-
-def _host(host: Mapping[str, Any]) -> Host:
-    us = {
-        form: {int(size): float(time) for size, time in times.items()}
-        for form, times in host["us"].items()
+    return {
+        (host["device"], host["devices"]): {
+            form: {int(size): time for size, time in times.items()}
+            for form, times in host["us"].items()
+        }
+        for host in jsonfile.as_dict(jsonfile.read(path))["hosts"]
     }
-    if not us["f32"] or not all(us.values()):
-        raise ValueError("there is a form without times")
-    return Host(str(host["device"]), int(host["devices"]), us)
 
 
 def add(path: pathlib.Path, host: dict[str, Any]) -> None:
     """Adds a host to a table, new or not, in place of the same device and number.
 
     Args:
-        host: as `Host`, in JSON's types, with the `source` of its times.
+        host: its `device`, `devices`, `us`, and the `source` of these times.
     """
-    key = _host(host)[:2]
+    key = host["device"], host["devices"]
     old = jsonfile.as_dict(jsonfile.read(path))["hosts"] if path.exists() else []
     kept = [one for one in old if (one["device"], one["devices"]) != key]
     jsonfile.write_text(path, jsonfile.dumps({"hosts": [*kept, host]}, indent=1) + "\n")

@@ -11,10 +11,6 @@ from loka_jax.data.records import Encoding
 from loka_jax.data.values import MAX_DENSE
 
 type Spec = tuple[dict[str, Any], dict[str, np.ndarray]]
-_STRICT = dict.fromkeys(("missing", "nan", "huge"), "error") | {"negative": "keep"}
-_CLEAN = _STRICT | {"missing": "zero", "nan": "zero", "huge": "clip"}
-# Of inputs that nothing encodes: what the model reads is given.
-_AS_GIVEN = _STRICT | {"huge_limit": 1e30, "transform": "none"}
 
 
 def inputs_of(encoding: Encoding) -> Spec:
@@ -29,20 +25,15 @@ def inputs_of(encoding: Encoding) -> Spec:
         elif isinstance(encoder, HashEncoder):
             kind = "hash"
         fields.append({"column": column, "kind": kind, "of": of, "rows": encoder.rows})
-    weights = config.weights_of_multi
-    multi = [
-        {"weights": weights.get(name), "slots": slots, "separator": config.separator}
-        for name, slots in zip(columns.multi, encoding.slots, strict=True)
-    ]
-    is_strict = config.bad == "strict"
-    dense = _STRICT if is_strict else _CLEAN
-    dense = dense | {"huge_limit": MAX_DENSE, "transform": config.transform}
+    lists = fields[len(fields) - len(columns.multi) :]
+    for field, slots in zip(lists, encoding.slots, strict=True):
+        weights = config.weights_of_multi.get(field["column"])
+        field |= {"slots": slots, "weights": weights, "separator": config.separator}
+    dense = {"columns": list(columns.dense), "huge_limit": MAX_DENSE}
+    dense["transform"] = config.transform
     if encoding.standardizer is not None:
         dense |= {k: list(v) for k, v in encoding.standardizer._asdict().items()}
-    dense["columns"] = list(columns.dense)
-    unknown = "error" if is_strict else "oov"
-    spec = {"dense": dense, "fields": fields, "multi": multi, "unknown": unknown}
-    return spec, arrays
+    return {"bad": config.bad, "dense": dense, "fields": fields}, arrays
 
 
 def inputs_as_given(schema: Schema) -> Spec:
@@ -52,8 +43,8 @@ def inputs_as_given(schema: Schema) -> Spec:
     """
     sizes = zip(schema.categorical, schema.vocab_sizes, strict=True)
     fields = [{"column": c, "kind": "ids", "of": c, "rows": n} for c, n in sizes]
-    dense = _AS_GIVEN | {"columns": list(schema.dense)}
-    return {"dense": dense, "fields": fields, "multi": [], "unknown": "oov"}, {}
+    dense = {"columns": list(schema.dense), "huge_limit": 1e30, "transform": "none"}
+    return {"bad": "strict", "dense": dense, "fields": fields}, {}
 
 
 def _as_arrays(name: str, values: pa.Array) -> dict[str, np.ndarray]:

@@ -8,11 +8,12 @@ vocabulary.safetensors    the values of each column with a vocabulary
 vendor/                   flatbuffers, which jax reads programs with but lacks
 """
 
+import collections
 import hashlib
 import importlib.util
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,15 +27,18 @@ from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.export import loader
 from loka_jax.export.encoding import Spec, inputs_as_given, inputs_of
-from loka_jax.export.forms import (
+from loka_jax.export.programs import (
     Form,
     PlanName,
     Platform,
+    Program,
+    evaluation_logits,
     make_form,
+    make_program,
     plan_of,
     runs_here,
 )
-from loka_jax.export.programs import Program, Weights, evaluation_logits, make_program
+from loka_jax.options import require
 from loka_jax.predict.trained import Trained, read_trained
 from loka_jax.train.folder.record import versions
 from loka_jax.train.folder.source_run import open_run
@@ -64,7 +68,6 @@ def export_run(
     batch_sizes: Sequence[int] = (),
     platforms: Sequence[Platform] = ("cpu", "cuda"),
     plan: PlanName = "auto",
-    say: Callable[[str], None] = print,
 ) -> Exported:
     """Writes the model of a trained run to a new folder.
 
@@ -86,42 +89,41 @@ def export_run(
         schema, spec = encoding.schema, inputs_of(encoding)
     trained = read_trained(source, schema)
     own = trained.config.loop.batch_size
-    sizes = _batch_sizes(batch_sizes or (*(x for x in _SMALL if x < own), own))
+    sizes = sorted({*(batch_sizes or (*(x for x in _SMALL if x < own), own))})
+    require(sizes[0] >= 1, "--batch-sizes", sizes[0], "1 or more")
     sites = trained.model.list_sites(DispatchPlan())
     saved = plans.from_json(source.saved.meta["plan"], sites, "the checkpoint's plan")
     forms = (
         make_form(
             *(trained, name, size),
-            plan_of(plan, saved, trained, (name, size), say),
+            plan_of(plan, saved, trained, (name, size)),
             by_xla=plan == "off",
         )
         for name in platforms
         for size in sizes
     )
-    return write_model(trained, spec, forms, out, say)
+    return write_model(trained, spec, forms, out)
 
 
 def write_model(
-    trained: Trained,
-    spec: Spec,
-    forms: Iterator[Form],
-    out: pathlib.Path,
-    say: Callable[[str], None] = print,
+    trained: Trained, spec: Spec, forms: Iterator[Form], out: pathlib.Path
 ) -> Exported:
     """Writes programs of a model to a new folder, and compares those that run here."""
     inputs, vocabulary = spec
-    encoding, weights, programs = loader.Encoding(inputs, vocabulary), Weights(), []
+    encoding, programs = loader.Encoding(inputs, vocabulary), []
+    weights: list[jax.Array] = []
     with new_folder(out, "--out") as partial:
         (partial / "programs").mkdir()
         for form in forms:
             program = make_program(trained, form, encoding, weights)
             (partial / _file(form)).write_bytes(program.content)
             programs.append(program)
-            say(_line(program))
+            print(_line(program))
         tables = jax.tree.leaves(trained.state.table)
         names = [f"table_{i}" for i in range(len(tables))]
-        arrays = dict(zip(names, map(np.asarray, tables), strict=True))
-        _save(partial / "weights.safetensors", weights.arrays | arrays)
+        arrays = {f"weight_{i}": x for i, x in enumerate(weights)}
+        arrays |= dict(zip(names, tables, strict=True))
+        _save(partial / "weights.safetensors", arrays)
         _save(partial / "vocabulary.safetensors", vocabulary)
         _copy_code(partial)
         description = {
@@ -139,16 +141,10 @@ def write_model(
         _describe(partial, description)
         differences = _differences(trained, encoding, partial, programs)
         num_bytes = sum(x.stat().st_size for x in partial.rglob("*") if x.is_file())
-    by_dtype: dict[str, int] = {}
-    for x in weights.arrays.values():
-        by_dtype[x.dtype.name] = by_dtype.get(x.dtype.name, 0) + x.nbytes
+    by_dtype: collections.Counter[str] = collections.Counter()
+    for x in weights:
+        by_dtype[x.dtype.name] += x.nbytes
     return Exported(programs, num_bytes, by_dtype, differences)
-
-
-def _batch_sizes(sizes: Sequence[int]) -> list[int]:
-    if bad := [size for size in sizes if size < 1]:
-        raise ValueError(f"--batch-sizes {bad[0]} must be 1 or more: correct it.")
-    return sorted(set(sizes))
 
 
 def _require_extra():
@@ -160,12 +156,12 @@ def _require_extra():
             )
 
 
-def _save(path: pathlib.Path, arrays: dict[str, np.ndarray]):
+def _save(path: pathlib.Path, arrays: Mapping[str, jax.Array | np.ndarray]):
     from safetensors.numpy import save_file  # an optional extra
 
     path.touch()
     mode = path.stat().st_mode  # by the umask; what follows lets its owner read alone
-    save_file(arrays, path)
+    save_file({k: np.asarray(x, order="C") for k, x in arrays.items()}, path)
     path.chmod(mode)
 
 
@@ -173,9 +169,9 @@ def _copy_code(folder: pathlib.Path):
     shutil.copyfile(loader.__file__, folder / "loader.py")
     spec = importlib.util.find_spec("flatbuffers")
     assert spec is not None and spec.origin is not None
-    source, target = pathlib.Path(spec.origin).parent, folder / "vendor" / "flatbuffers"
+    target = folder / "vendor" / "flatbuffers"
     target.mkdir(parents=True)
-    for path in source.glob("*.py"):
+    for path in pathlib.Path(spec.origin).parent.glob("*.py"):
         shutil.copyfile(path, target / path.name)
 
 
@@ -185,8 +181,7 @@ def _describe(folder: pathlib.Path, description: dict[str, Any]):
     for path in sorted(x for x in folder.rglob("*") if x.is_file()):
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        name = path.relative_to(folder).as_posix()
-        files[name] = {"bytes": path.stat().st_size, "sha256": digest}
+        files[path.relative_to(folder).as_posix()] = digest
     plain: Any = jsonfile.jsonable(description | {"files": files})
     jsonfile.write(folder / loader.MODEL, plain | {"digest": loader.digest_of(plain)})
 
@@ -201,10 +196,8 @@ def _differences(
     model, differences = loader.load(folder), {}
     for form in here:
         inputs = _random_inputs(encoding.blank(form.batch_size), trained)
-        expected = evaluation_logits(trained, form, inputs)
-        differences[form.batch_size] = float(
-            np.max(np.abs(model.logits(inputs) - expected))
-        )
+        errors = model.logits(inputs) - evaluation_logits(trained, form, inputs)
+        differences[form.batch_size] = float(np.max(np.abs(errors)))
     return differences
 
 

@@ -27,7 +27,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-FORMAT = 1
+FORMAT = 2
 MODEL = "model.json"
 # Roundings that the model makes are made, as weights were rounded when exporting.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
@@ -171,21 +171,24 @@ class Encoding:
 
     def __init__(self, spec: dict[str, Any], arrays: Mapping[str, np.ndarray]):
         """Takes the `inputs` of `model.json`, and the vocabularies."""
-        self._spec, self._arrays = spec, arrays
-        self._finder = functools.cache(self._finder_of)
-        self._single = len(spec["fields"]) - len(spec["multi"])
+        self._arrays, self._dense = arrays, spec["dense"]
+        self._is_strict = spec["bad"] == "strict"
+        self._single = [field for field in spec["fields"] if "slots" not in field]
+        self._lists = [field for field in spec["fields"] if "slots" in field]
+        self._finders: dict[str, Callable[[str | None], int]] = {}
         names = [*spec["dense"]["columns"], *(f["column"] for f in spec["fields"])]
-        names += [bag["weights"] for bag in spec["multi"] if bag["weights"]]
+        names += [field["weights"] for field in self._lists if field["weights"]]
         self.columns = tuple(dict.fromkeys(names))
 
     def blank(self, count: int) -> Inputs:
         """Returns inputs of zeros."""
-        dense = np.zeros((count, len(self._spec["dense"]["columns"])), np.float32)
         bags = []
-        for bag in self._spec["multi"]:
-            ids = np.zeros((count, bag["slots"]), np.int32)
-            bags.append((ids, ids.astype(np.float32) if bag["weights"] else None))
-        return Inputs(dense, np.zeros((count, self._single), np.int32), tuple(bags))
+        for field in self._lists:
+            ids = np.zeros((count, field["slots"]), np.int32)
+            bags.append((ids, ids.astype(np.float32) if field["weights"] else None))
+        dense = np.zeros((count, len(self._dense["columns"])), np.float32)
+        ids = np.zeros((count, len(self._single)), np.int32)
+        return Inputs(dense, ids, tuple(bags))
 
     def inputs(self, rows: Mapping[str, Sequence[Any]]) -> Inputs:
         """Returns the inputs for rows; see `Model.scores`."""
@@ -195,31 +198,39 @@ class Encoding:
         lengths = {len(rows[name]) for name in self.columns}
         if len(lengths) > 1:
             raise ValueError(f"columns hold {sorted(lengths)} values: give as many.")
-        inputs, fields = self.blank(lengths.pop()), self._spec["fields"]
+        inputs = self.blank(lengths.pop())
         self._fill_dense(inputs.dense, rows)
-        for j, field in enumerate(fields[: self._single]):
+        for j, field in enumerate(self._single):
             texts = _each(_text, rows[field["column"]], field["column"])
-            inputs.ids[:, j] = _each(self._finder(j), texts, field["column"])
-        for bag, (ids, weights) in enumerate(inputs.bags):
-            self._fill_bag(bag, rows, ids, weights)
+            inputs.ids[:, j] = _each(self._finder(field), texts, field["column"])
+        for field, bag in zip(self._lists, inputs.bags, strict=True):
+            self._fill_bag(field, rows, *bag)
         return inputs
 
     def _fill_dense(self, out: np.ndarray, rows: Mapping[str, Sequence[Any]]) -> None:
-        spec = self._spec["dense"]
-        clean = functools.partial(_clean, spec)
+        spec = self._dense
         for j, name in enumerate(spec["columns"]):
-            x = np.array(_each(clean, rows[name], name), np.float64)
+            x = np.array(_each(self._clean, rows[name], name), np.float64)
             if spec["transform"] == "log1p":
                 x = np.copysign(np.log1p(np.abs(x)), x)
             elif spec["transform"] == "standardize":
                 x = (x - spec["mean"][j]) / spec["std"][j]
             out[:, j] = x
 
-    def _fill_bag(self, bag: int, rows, ids: np.ndarray, weights) -> None:
+    def _clean(self, value: Any) -> float:
+        """Returns a dense value as a number, by the policy for bad ones."""
+        limit, number = self._dense["huge_limit"], _number(value)
+        x = 0.0 if number is None else number
+        kinds = dict(missing=number is None, nan=x != x, huge=abs(x) > limit)
+        for kind, applies in kinds.items():
+            if applies and self._is_strict:
+                raise ValueError(f"which is {kind} and refused")
+        return 0.0 if x != x else min(max(x, -limit), limit)
+
+    def _fill_bag(self, field: dict[str, Any], rows, ids: np.ndarray, weights) -> None:
         """Writes the ids of a multi-valued field, and the weights if it has them."""
-        spec, field = self._spec["multi"][bag], self._spec["fields"][self._single + bag]
-        column, find = field["column"], self._finder(self._single + bag)
-        split = functools.partial(_list, separator=spec["separator"])
+        column, find, name = field["column"], self._finder(field), field["weights"]
+        split = functools.partial(_list, separator=field["separator"])
         lists = _each(split, rows[column], column)
         ids[:] = PADDING
         for at, values in enumerate(lists):
@@ -228,7 +239,6 @@ class Encoding:
             row_ids = _each(find, [texts[i] for i in kept], column, at)[: ids.shape[1]]
             ids[at, : len(row_ids)] = row_ids
             if weights is not None:
-                name = spec["weights"]
                 own = _each(split, [rows[name][at]], name, at)[0]
                 if len(own) != len(values):
                     why = f"not a weight for each of {len(values)} values"
@@ -236,27 +246,26 @@ class Encoding:
                 numbers = _each(_weight, [own[i] for i in kept], name, at)
                 weights[at, : len(row_ids)] = numbers[: len(row_ids)]
 
-    def _finder_of(self, field: int) -> Callable[[str | None], int]:
-        """Returns the function from a text to its id in a field."""
-        find = self._find(**self._spec["fields"][field])
-        refuses = self._spec["unknown"] == "error"
+    def _finder(self, field: dict[str, Any]) -> Callable[[str | None], int]:
+        """Returns the function from a text, or None, to its id in a field."""
+        if field["column"] not in self._finders:
+            find = self._find(field["kind"], field["of"], field["rows"])
+            self._finders[field["column"]] = lambda x: 0 if x is None else find(x)
+        return self._finders[field["column"]]
 
-        def find_id(text: str | None) -> int:
-            if text is None:
-                return 0
-            if not (number := find(text)) and refuses:
-                raise ValueError("which is not in the vocabulary, and is refused")
-            return number
-
-        return find_id
-
-    def _find(self, kind: str, of: str, rows: int, **_) -> Callable[[str], int]:
+    def _find(self, kind: str, of: str, rows: int) -> Callable[[str], int]:
         if kind == "vocabulary":
             text = self._arrays[f"{of}/bytes"].tobytes()
             ends = [0, *self._arrays[f"{of}/ends"].tolist()]
             cuts = enumerate(itertools.pairwise(ends), 1)
             known = {text[start:end].decode(): i for i, (start, end) in cuts}
-            return lambda text: known.get(text, 0)
+
+            def find(text: str) -> int:
+                if text not in known and self._is_strict:
+                    raise ValueError("which is not in the vocabulary, and is refused")
+                return known.get(text, 0)
+
+            return find
         if kind == "modulo":
             return lambda text: 1 + _integer(text) % 2**64 % (rows - 1)
         if kind == "ids":
@@ -283,18 +292,6 @@ def _each(function, values, column: str, row: int | None = None) -> list[Any]:
 def _refusal(at: int, column: str, value: Any, why: str) -> ValueError:
     where = f"row {at + 1} column {column!r}"
     return ValueError(f"{where} holds {repr(value)[:40]}, {why}: correct it.")
-
-
-def _clean(spec: dict[str, Any], value: Any) -> float:
-    """Returns a dense value as a number, by the policies."""
-    limit, number = spec["huge_limit"], _number(value)
-    low = 0.0 if spec["negative"] == "clip" else -limit
-    x = 0.0 if number is None else number
-    kinds = dict(missing=number is None, nan=x != x, huge=abs(x) > limit)
-    for kind, applies in (kinds | {"negative": x < 0}).items():
-        if applies and spec[kind] == "error":
-            raise ValueError(f"which is {kind} and refused")
-    return 0.0 if x != x else min(max(x, low), limit)
 
 
 def _number(value: Any) -> float | None:
@@ -381,12 +378,12 @@ def _description(folder: pathlib.Path) -> dict[str, Any]:
             f"{path} has format {made_by}, and this loader reads {FORMAT}: use the "
             "loader.py beside it."
         )
-    for name, entry in files.items():
+    for name, digest in files.items():
         file = folder / name
         if not file.is_file():
             raise _lost(file, "is missing")
         with open(file, "rb") as opened:
-            if hashlib.file_digest(opened, "sha256").hexdigest() != entry["sha256"]:
+            if hashlib.file_digest(opened, "sha256").hexdigest() != digest:
                 raise _lost(file, "is damaged")
     return value
 

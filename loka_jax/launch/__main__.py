@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from loka_jax.launch.processes import Job, Processes, require_devices
+from loka_jax.launch.job import Job, require_devices
 from loka_jax.launch.supervisor import Supervisor, describe_end
 from loka_jax.terminal import printable
 
@@ -19,69 +19,57 @@ from loka_jax.terminal import printable
 def main(arguments: list[str]) -> int:
     """Runs a job and returns its exit code."""
     try:
-        job = _job(_options(arguments))
+        job = _job(arguments)
     except ValueError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     print(f"{job.processes} processes; their output is in {job.logs}/rank-*.log")
     sys.stdout.flush()
-    supervisor = Supervisor(processes := Processes(job))
-    with processes:
+    supervisor = Supervisor(job)
+    with job.running():
         end = supervisor.wait()
     if (sentence := describe_end(job, end)) is not None:
         print(f"error: {printable(sentence)}", file=sys.stderr)
     return end.code
 
 
-def _job(options: argparse.Namespace) -> Job:
-    """Returns the job, whose folder of logs it makes.
+def _job(arguments: list[str]) -> Job:
+    """Returns the job of a command line, whose folder of logs it makes.
 
     Raises:
         ValueError: if it cannot run here, or its logs cannot be written.
     """
-    require_devices(options.processes, options.cpu_devices, os.environ)
-    try:
-        logs = (options.logs or _new_folder(Path("runs"))).expanduser()
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"cannot make the folder of logs {error.filename} ({error.strerror}): "
-            "choose another --logs."
-        ) from None
-    if not os.access(logs, os.W_OK):
-        raise ValueError(f"cannot write to {logs}: choose another --logs.")
-    return Job(
-        command=options.command,
-        processes=options.processes,
-        logs=logs,
-        cpu_devices=options.cpu_devices,
-    )
-
-
-def _options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m loka_jax.launch",
         description="Runs a script in several processes, one for each GPU.",
         allow_abbrev=False,
     )
-    parser.add_argument("--processes", type=int, required=True, metavar="N")
-    parser.add_argument(
-        "--logs",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of rank-0.log, rank-1.log ...; a new one under runs/ if left out",
-    )
-    parser.add_argument(
-        "--cpu-devices",
-        type=int,
-        metavar="N",
-        help="runs each process on so many CPU devices, and on no GPU",
-    )
-    parser.add_argument("script", help="for example experiments/train.py, or train")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    add = parser.add_argument
+    add("--processes", type=int, required=True, metavar="N")
+    logs = "folder of rank-0.log, rank-1.log ...; a new one under runs/ if left out"
+    add("--logs", type=Path, metavar="FOLDER", help=logs)
+    on_cpu = "runs each process on so many CPU devices, and on no GPU"
+    add("--cpu-devices", type=int, metavar="N", help=on_cpu)
+    add("script", help="for example experiments/train.py, or train")
+    add("arguments", nargs=argparse.REMAINDER, help="of the script")
     options = parser.parse_args(arguments)
-    options.command = (options.script, *options.arguments)
-    return options
+    require_devices(options.processes, options.cpu_devices)
+    try:
+        folder = (options.logs or _new_folder(Path("runs"))).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"cannot make the folder of logs {error.filename} ({error.strerror}): "
+            "choose another --logs."
+        ) from None
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"cannot write to {folder}: choose another --logs.")
+    return Job(
+        command=(options.script, *options.arguments),
+        processes=options.processes,
+        logs=folder,
+        cpu_devices=options.cpu_devices,
+    )
 
 
 def _new_folder(parent: Path) -> Path:

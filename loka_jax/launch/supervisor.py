@@ -8,6 +8,7 @@ Ctrl-C, SIGTERM          passed on, so that all save the same step; 130, 143
 a second signal          SIGKILL to all; 130, 143
 """
 
+import math
 import re
 import shlex
 import signal
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from loka_jax.launch.processes import WORKDIR, Job, Processes
+from loka_jax.launch.job import WORKDIR, Job
 from loka_jax.saved_format import CHECKPOINTS, steps_in
 
 _STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM}  # by a signal, after saving
@@ -48,12 +49,11 @@ class End(NamedTuple):
 
 
 class Supervisor:
-    """Waits for processes; signals to this one are theirs."""
+    """Waits for the processes of a job; signals to this one are theirs."""
 
-    def __init__(self, processes: Processes, grace_s: float = _GRACE_SECONDS):
+    def __init__(self, job: Job, grace_s: float = _GRACE_SECONDS):
         """Handles Ctrl-C and SIGTERM from now on, also while they are started."""
-        self._processes, self._grace_s = processes, grace_s
-        self._first_end: float | None = None
+        self._job, self._grace_s = job, grace_s
         self._signal: int | None = None
         self._is_over = False
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -61,46 +61,38 @@ class Supervisor:
 
     def wait(self) -> End:
         """Returns how the job ended; what still runs then is to be ended."""
+        first_end = math.inf
         while True:
-            codes = self._processes.exit_codes()
+            codes = self._job.exit_codes()
+            worst = max(code or 0 for code in codes) if codes else 0
+            stopped = worst if self._signal is None else 128 + self._signal
             if self._is_over:
-                return End(self._stop_code(codes))
+                return End(stopped)
             is_stopping = self._signal is not None
             if (rank := to_blame(codes, is_stopping=is_stopping)) is not None:
-                code = codes[rank]
-                assert code is not None
-                stuck = tuple(self._processes.stopped_ranks())
+                code = codes[rank] or 0
+                stuck = tuple(self._job.stopped_ranks())
                 return End(2 if code == _USAGE else 1, rank, code, stuck)
             if None not in codes:
-                return End(self._stop_code(codes) if any(codes) else 0)
-            if is_stopping and self._is_late(codes):
-                late = tuple(rank for rank, code in enumerate(codes) if code is None)
-                return End(self._stop_code(codes), late=late)
+                return End(stopped if any(codes) else 0)
+            if is_stopping and any(code is not None for code in codes):
+                first_end = min(first_end, now := time.monotonic())
+                if now - first_end > self._grace_s:
+                    late = tuple(rank for rank, x in enumerate(codes) if x is None)
+                    return End(stopped, late=late)
             time.sleep(_POLL_SECONDS)
-
-    def _is_late(self, codes: Sequence[int | None]) -> bool:
-        """Returns whether the first process has ended too long ago for the others."""
-        if self._first_end is None and any(code is not None for code in codes):
-            self._first_end = time.monotonic()
-        first = self._first_end
-        return first is not None and time.monotonic() - first > self._grace_s
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if self._signal is not None:
             self._is_over = True
-            self._processes.kill()
+            self._job.kill()
             return
         self._signal = number
-        if not self._processes.are_started():  # there is nothing to save
+        if not self._job.are_started():  # there is nothing to save
             self._is_over = True
             return
         # As Ctrl-C in any case: SIGTERM is JAX's own in a process of several.
-        self._processes.send(signal.SIGINT)
-
-    def _stop_code(self, codes: Sequence[int | None]) -> int:
-        if self._signal is not None:
-            return 128 + self._signal
-        return max(code or 0 for code in codes)
+        self._job.send(signal.SIGINT)
 
 
 def to_blame(codes: Sequence[int | None], *, is_stopping: bool) -> int | None:
@@ -143,32 +135,21 @@ def describe_end(job: Job, end: End) -> str | None:
 
 
 def _failure(job: Job, end: End) -> str:
-    log = job.log(end.rank or 0)
-    cause, trace = _cause(end.exit_code), _trace(end.exit_code, log)
-    failure = f"rank {end.rank} {cause} ({trace})"
-    if not end.stuck:
-        return failure
-    return f"{_ranks(end.stuck)} had been stopped (SIGSTOP), and {failure}"
+    log, code = job.log(end.rank or 0), end.exit_code
+    if code == -signal.SIGABRT:  # its last lines are addresses
+        trace = f"as JAX does to a process that misses another one: see {log}"
+    else:
+        last = _last_line(log)
+        trace = f"its last line in {log} is {last!r}" if last else f"{log} is empty"
+    names = {x.value: x.name for x in signal.Signals}  # a real-time signal has none
+    name = names.get(-code, f"signal {-code}")
+    cause = f"ended with exit code {code}" if code >= 0 else f"was killed by {name}"
+    stuck = f"{_ranks(end.stuck)} had been stopped (SIGSTOP), and " * bool(end.stuck)
+    return f"{stuck}rank {end.rank} {cause} ({trace})"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return " and ".join(f"rank {rank}" for rank in ranks)
-
-
-def _trace(code: int, log: Path) -> str:
-    if code == -signal.SIGABRT:  # its last lines are addresses
-        return f"as JAX does to a process that misses another one: see {log}"
-    last = _last_line(log)
-    return f"its last line in {log} is {last!r}" if last else f"{log} is empty"
-
-
-def _cause(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:  # a real-time signal has no name
-        return f"was killed by signal {-code}"
 
 
 def _how_to_go_on(job: Job) -> str:

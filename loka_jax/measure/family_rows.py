@@ -110,10 +110,10 @@ def row_updates() -> list[Case]:
         return optimizer.update_in_place(*operands, rounding)
 
     def update_by_xla(optimizer, lr, table, state, grads, rounding=None):
-        how: Any = dict(enabled=jnp.asarray(True), implementation="xla")
         rounded = Rounded(optimizer, rounding) if rounding else optimizer
         operands = table, state, jnp.asarray(ids, jnp.int32), grads, rounded
-        return embedding.update_rows(*operands, jnp.float32(lr), **how)
+        lr = jnp.float32(lr)
+        return embedding.update_rows(*operands, lr, implementation="xla")
 
     def case(name, draw, *optimizer, noise=SUMS):
         ours = functools.partial(update, *optimizer)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from loka_jax.ops import row_rounding
 from loka_jax.ops.kernels import by_kernel
@@ -321,23 +321,20 @@ def update_rows(
     optimizer: RowOptimizer | Rounded,
     lr: Float[Array, ""] | float,
     *,
-    enabled: Bool[Array, ""],
     ascending: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "R D"], PyTree]:
     """Returns table and optimizer state with every touched row updated once.
 
-    All other rows keep their bytes, and so do all rows if `enabled` is False, whatever
-    the gradients are: every id then counts as bad, which costs O(N). The update is in
-    place if the caller donates table and state to `jax.jit`; else each step copies the
-    table.
+    All other rows keep their bytes, and so do all rows if every id is `BAD_ID`, as on a
+    step that is skipped, whatever the gradients are. The update is in place if the
+    caller donates table and state to `jax.jit`; else each step copies the table.
 
     An id with a zero gradient is touched too: lazy Adam moves its row. Set the ids of
     padding examples to `BAD_ID` (`jnp.where(weights[:, None] > 0, ids, BAD_ID)`).
 
     Args:
         row_grads: the cotangent of `lookup`'s result, float32 or bfloat16.
-        enabled: False on a step whose loss or gradients are not finite.
         ascending: the ids of each row of `flat_ids` [K, C] ascend, so that Triton's
             kernel merges them where they would be sorted.
         implementation: as in `sum_by_row`. Triton sums and updates in one kernel for
@@ -348,20 +345,19 @@ def update_rows(
     """
     optimizer, rounding = with_rounding(optimizer)
     num_rows = table.shape[0]
-    ids = jnp.where(enabled, flat_ids, BAD_ID)
     grads = row_grads.reshape(-1, row_grads.shape[-1])
     n, dim = grads.shape
     why_not = _triton.why_not(n, dim, grads.dtype, table.dtype)
     families = ("row_update", "merge") if ascending else ("row_update",)
     implementation = chosen(implementation, why_not, *families)
     if implementation == "triton" and isinstance(optimizer, InPlaceRowOptimizer):
-        is_merged = ascending and merge.why_not(len(ids), ids.size) is None
-        ids, order = (
-            by_kernel(merge.merge_lists, ids) if is_merged else _sort(ids, num_rows)
-        )
+        if ascending and merge.why_not(len(flat_ids), flat_ids.size) is None:
+            ids, order = by_kernel(merge.merge_lists, flat_ids)
+        else:
+            ids, order = _sort(flat_ids, num_rows)
         operands = (table, opt_state, ids, order, grads, jnp.asarray(lr))
         return by_kernel(optimizer.update_in_place, *operands, rounding)
-    unique = sum_by_row(ids, row_grads, num_rows, implementation=implementation)
+    unique = sum_by_row(flat_ids, grads, num_rows, implementation=implementation)
     # Without it XLA recomputes the sums in each reader: +30 % time on a CPU.
     ids, grads = jax.lax.optimization_barrier(unique)
 

@@ -1,7 +1,7 @@
 """Optimizers: optax's for dense parameters, our own for embedding rows."""
 
-from loka_jax.optim.config import OptimConfig
-from loka_jax.optim.from_config import (
+from loka_jax.optim.config import (
+    OptimConfig,
     make_dense_optimizer,
     make_row_optimizer,
     make_schedule,

@@ -18,6 +18,8 @@ from loka_jax.ops import embedding, row_rounding
 from loka_jax.ops.row_rounding import Rounding
 from loka_jax.triton import row_update
 
+Rows = Float[Array, "N D"]
+
 
 class RowwiseAdagradState(NamedTuple):
     """One number per row: the sum of its mean squared gradients."""
@@ -26,24 +28,11 @@ class RowwiseAdagradState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RowwiseAdagrad:
+class _Adagrad:
     """AdaGrad with one accumulator per row instead of one per entry.
-
-    `acc += mean_D(g^2);  row -= lr g / (sqrt(acc / c) + eps)` with g the row's *summed*
-    gradient. Duplicates are summed before they are squared, as in FBGEMM's
-    `EXACT_ROWWISE_ADAGRAD` and torchrec's `RowWiseAdagrad`.
-
-    With c = 1 it is that. c > 1 is the momentum-scaled row-wise AdaGrad of groups that
-    update alone (`--mesh.sync weights`): the gradient of a group of 1/M of the batch is
-    noisier than that of all of it, and its square up to M times as large, as it is for
-    a row that one group alone has. It is nothing but `sqrt(c)` times lr and eps.
 
     Attributes:
         c: divides the accumulators where a row is updated, not where they are kept.
-
-    References:
-        Zhang et al.: Two-dimensional Sparse Parallelism for Large Scale Deep Learning
-        Recommendation Model Training. arXiv 2508.03854: c = M, with eps in the root.
     """
 
     eps: float = 1e-8
@@ -64,28 +53,36 @@ class RowwiseAdagrad:
         start = jnp.full(table.shape[:1], self.initial_accumulator, jnp.float32)
         return RowwiseAdagradState(start)
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowwiseAdagrad(_Adagrad):
+    """Row-wise AdaGrad.
+
+    `acc += mean_D(g^2);  row -= lr g / (sqrt(acc / c) + eps)` with g the row's *summed*
+    gradient. Duplicates are summed before they are squared, as in FBGEMM's
+    `EXACT_ROWWISE_ADAGRAD` and torchrec's `RowWiseAdagrad`.
+
+    With c = 1 it is that. c > 1 is the momentum-scaled row-wise AdaGrad of groups that
+    update alone (`--mesh.sync weights`): the gradient of a group of 1/M of the batch is
+    noisier than that of all of it, and its square up to M times as large, as it is for
+    a row that one group alone has. It is nothing but `sqrt(c)` times lr and eps.
+
+    References:
+        Zhang et al.: Two-dimensional Sparse Parallelism for Large Scale Deep Learning
+        Recommendation Model Training. arXiv 2508.03854: c = M, with eps in the root.
+    """
+
     def update(
-        self,
-        rows: Float[Array, "N D"],
-        row_state: RowwiseAdagradState,
-        grads: Float[Array, "N D"],
-        lr: Float[Array, ""] | float,
-    ) -> tuple[Float[Array, "N D"], RowwiseAdagradState]:
+        self, rows: Rows, row_state: RowwiseAdagradState, grads: Rows, lr
+    ) -> tuple[Rows, RowwiseAdagradState]:
         """Returns the updated rows and their new state."""
         acc = row_state.sum_of_squares + jnp.mean(jnp.square(grads), axis=-1)
         step = lr * grads / (jnp.sqrt(acc / self.c) + self.eps)[:, None]
         return rows - step, RowwiseAdagradState(acc)
 
     def update_in_place(
-        self,
-        table: Float[Array, "R D"],
-        opt_state: RowwiseAdagradState,
-        ids: Int[Array, "N"],
-        order: Int[Array, "N"],
-        row_grads: Float[Array, "N D"],
-        lr: Float[Array, ""] | float,
-        rounding: Rounding | None = None,
-    ) -> tuple[Float[Array, "R D"], RowwiseAdagradState]:
+        self, table, opt_state, ids, order, row_grads, lr, rounding=None
+    ) -> tuple[Array, RowwiseAdagradState]:
         """Returns table and state, the rows of `ids` updated by Triton's kernels."""
         root = math.sqrt(self.c)
         table, acc = row_update.rowwise_adagrad(
@@ -98,7 +95,7 @@ class RowwiseAdagrad:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LaggedRowwiseAdagrad:
+class LaggedRowwiseAdagrad(_Adagrad):
     """Row-wise AdaGrad whose step is divided by the accumulator before that step.
 
     `row -= lr g / (sqrt(max(acc, mean_D(g^2)) / c) + eps);  acc += mean_D(g^2)`. Groups
@@ -106,29 +103,11 @@ class LaggedRowwiseAdagrad:
     of their steps is that of the mean of their gradients, but for a gradient that is
     larger than all before it together, as a row's first one is. Divided by what came
     before, such steps have no bound: a first gradient can be next to 0.
-
-    Attributes:
-        eps, c: as of `RowwiseAdagrad`.
     """
 
-    eps: float = 1e-8
-    c: float = 1.0
-
-    def __post_init__(self):
-        _check_positive("eps", self.eps)
-        _check_positive("c", self.c)
-
-    def init(self, table: Float[Array, "R D"]) -> RowwiseAdagradState:
-        """Returns the initial state of a table."""
-        return RowwiseAdagradState(jnp.zeros(table.shape[:1], jnp.float32))
-
     def update(
-        self,
-        rows: Float[Array, "N D"],
-        row_state: RowwiseAdagradState,
-        grads: Float[Array, "N D"],
-        lr: Float[Array, ""] | float,
-    ) -> tuple[Float[Array, "N D"], RowwiseAdagradState]:
+        self, rows: Rows, row_state: RowwiseAdagradState, grads: Rows, lr
+    ) -> tuple[Rows, RowwiseAdagradState]:
         """Returns the updated rows and their new state."""
         before, squares = row_state.sum_of_squares, jnp.mean(jnp.square(grads), axis=-1)
         largest = jnp.maximum(before, squares)
@@ -145,25 +124,14 @@ class Sgd:
         return ()
 
     def update(
-        self,
-        rows: Float[Array, "N D"],
-        row_state: tuple[()],
-        grads: Float[Array, "N D"],
-        lr: Float[Array, ""] | float,
-    ) -> tuple[Float[Array, "N D"], tuple[()]]:
+        self, rows: Rows, row_state: tuple[()], grads: Rows, lr
+    ) -> tuple[Rows, tuple[()]]:
         """Returns the updated rows and the empty state."""
         return rows - lr * grads, ()
 
     def update_in_place(
-        self,
-        table: Float[Array, "R D"],
-        opt_state: tuple[()],
-        ids: Int[Array, "N"],
-        order: Int[Array, "N"],
-        row_grads: Float[Array, "N D"],
-        lr: Float[Array, ""] | float,
-        rounding: Rounding | None = None,
-    ) -> tuple[Float[Array, "R D"], tuple[()]]:
+        self, table, opt_state, ids, order, row_grads, lr, rounding=None
+    ) -> tuple[Array, tuple[()]]:
         """Returns the table with the rows of `ids` updated by Triton's kernels."""
         operands = table, ids, order, row_grads
         return row_update.sgd(*operands, lr=lr, noise=_noise(rounding)), ()
@@ -209,12 +177,8 @@ class Adam:
         )
 
     def update(
-        self,
-        rows: Float[Array, "N D"],
-        row_state: AdamState,
-        grads: Float[Array, "N D"],
-        lr: Float[Array, ""] | float,
-    ) -> tuple[Float[Array, "N D"], AdamState]:
+        self, rows: Rows, row_state: AdamState, grads: Rows, lr
+    ) -> tuple[Rows, AdamState]:
         """Returns the updated rows and their new state."""
         m = self.b1 * row_state.m + (1 - self.b1) * grads
         v = self.b2 * row_state.v + (1 - self.b2) * jnp.square(grads)

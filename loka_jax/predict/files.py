@@ -59,7 +59,9 @@ def score_file(
         OSError: if `out` cannot be written.
     """
     path, out = existing(pathlib.Path(path)), pathlib.Path(out).expanduser()
-    names = score_columns(predictor.tasks)
+    names = (SCORE,)
+    if len(predictor.tasks) > 1:
+        names = tuple(f"{SCORE}_{task}" for task in predictor.tasks)
     _check_names(path, out, keys, names)
     start, rows, counts = time.monotonic(), 0, Counts()
     config = predictor.encoding.config
@@ -67,14 +69,14 @@ def score_file(
     columns = tuple(dict.fromkeys((*predictor.columns, *keys)))
     blocks = reader_of(config, path)(str(path), columns, bad_rows)
     with unchanged({path: stamp_of(path)}), _new_file(out) as write:
-        for part in predictor.scored(blocks, counts):
-            scored = part.rows.select(keys)
+        for table, scores in predictor.scored(blocks, counts):
+            scored = table.select(keys)
             _check_keys(out, scored)
-            by_task = part.scores.reshape(len(part.scores), -1).T
+            by_task = scores.reshape(len(scores), -1).T
             for name, column in zip(names, by_task, strict=True):
                 scored = scored.append_column(name, pa.array(column))
             write(scored)
-            rows += len(part.scores)
+            rows += len(scores)
             progress(rows)
         if not rows:
             raise ValueError(f"{path} has no rows to score: name a file that has some.")
@@ -83,28 +85,20 @@ def score_file(
     return Scored(rows, bad_rows.count, seconds, counts.report(), warnings)
 
 
-def score_columns(tasks: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the names of the columns with scores."""
-    return (SCORE,) if len(tasks) == 1 else tuple(f"{SCORE}_{name}" for name in tasks)
-
-
 def _check_keys(out: pathlib.Path, keys: pa.Table) -> None:
     """Raises ValueError if a file of this kind cannot hold a key column."""
     if out.suffix.lower() != ".csv":
         return
+    types = pa.types
+    without_text = types.is_nested, types.is_binary, types.is_large_binary
+    without_text += types.is_fixed_size_binary, types.is_binary_view
     for field in keys.schema:
-        if pa.types.is_nested(field.type) or not _has_text(field.type):
+        is_extension = isinstance(field.type, pa.BaseExtensionType)  # such as UUIDs
+        if is_extension or any(check(field.type) for check in without_text):
             raise ValueError(
                 f"--data.keys {field.name} holds {field.type}, which CSV cannot: name "
                 "an --out that ends in .parquet."
             )
-
-
-def _has_text(kind: pa.DataType) -> bool:
-    is_binary = pa.types.is_binary, pa.types.is_large_binary
-    is_binary += (pa.types.is_fixed_size_binary, pa.types.is_binary_view)
-    is_extension = isinstance(kind, pa.BaseExtensionType)  # such as UUIDs
-    return not is_extension and not any(check(kind) for check in is_binary)
 
 
 def _check_names(

@@ -6,15 +6,16 @@ equal rows in equal order get equal scores, bit for bit.
 """
 
 import collections
+import itertools
 import os
 import pathlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from loka_jax import nn
 from loka_jax.data import Position
@@ -41,17 +42,6 @@ _REFUSAL = (
 )
 
 
-class Scores(NamedTuple):
-    """Scored rows.
-
-    Attributes:
-        scores: float32 probabilities, one for each row; of several tasks, one each.
-    """
-
-    rows: pa.Table
-    scores: Float[np.ndarray, "N"] | Float[np.ndarray, "N T"]
-
-
 class Predictor:
     """A trained run that scores rows."""
 
@@ -61,12 +51,11 @@ class Predictor:
         """Takes the parts of a run; `load` reads them from its folder."""
         self.config, self.encoding, self.step = config, encoding, step
         self._state, self._run_step = state, run_step
-        self._schema = encoding.schema
 
     @property
     def tasks(self) -> tuple[str, ...]:
         """The names of the labels that are predicted."""
-        return self._schema.labels
+        return self.encoding.schema.labels
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -97,60 +86,55 @@ class Predictor:
         block = Block(table, numbers, "the table")
         counts = counts or Counts()
         scored = self.scored([block], counts)
-        parts = [self._no_scores(), *(s.scores for s in scored)]
+        parts = [self._no_scores(), *(scores for _, scores in scored)]
         for warning in counts.warnings("the rows"):
             warnings.warn(warning.removeprefix("Warning: "), stacklevel=2)
         return np.concatenate(parts)
 
-    def scored(self, blocks: Iterable[Block], counts: Counts) -> Iterator[Scores]:
-        """Yields the rows of the blocks with their scores, in their order.
+    def scored(
+        self, blocks: Iterable[Block], counts: Counts
+    ) -> Iterator[tuple[pa.Table, np.ndarray]]:
+        """Yields the rows of the blocks with their `scores`, in their order.
 
-        Memory is bounded, however many blocks there are.
-
-        Raises:
-            ValueError: if a score is no number.
+        Memory is bounded, however many blocks there are. A score that is no number is a
+        ValueError.
         """
         waiting: collections.deque[pa.Table] = collections.deque()
+        refusal = _REFUSAL if self.encoding.config.bad == "strict" else None
 
         def records() -> Iterator[np.ndarray]:
             for group in _groups(blocks):
                 waiting.append(pa.concat_tables([block.table for block in group]))
                 yield self.encoding.records(
-                    group, counts, with_labels=False, unknown_refusal=self._refusal
+                    group, counts, with_labels=False, unknown_refusal=refusal
                 )
 
         ready = self._no_scores()
         for logits in self._logits(records()):
             ready = np.concatenate([ready, _probabilities(logits)])
             while waiting and len(ready) >= (size := waiting[0].num_rows):
-                yield Scores(waiting.popleft(), ready[:size])
+                yield waiting.popleft(), ready[:size]
                 ready = ready[size:]
 
     def _no_scores(self) -> np.ndarray:
         num_tasks = len(self.tasks)
         return np.zeros(0 if num_tasks == 1 else (0, num_tasks), np.float32)
 
-    @property
-    def _refusal(self) -> str | None:
-        return _REFUSAL if self.encoding.config.bad == "strict" else None
-
     def _logits(self, records: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """Yields the logits of all records, batch by batch.
+        """Yields the logits of all records, batch by batch."""
 
-        The device computes a batch while the host makes the next one.
-        """
-        running: tuple[Array, int] | None = None
-        size, num_tasks = self.config.loop.batch_size, len(self.tasks)
-        for rows, count in _batches(records, size):
-            data = ShardDataset(self._schema, rows, "the rows")
-            batch = data.batch(Position(0, 0, 0), size, shuffle=False)
-            seen = metrics.init(tasks=num_tasks)
-            _, logits = self._run_step(self._state, seen, batch)
-            if running is not None:
-                yield np.asarray(running[0])[: running[1]]
-            running = logits, count
-        if running is not None:
-            yield np.asarray(running[0])[: running[1]]
+        def launched() -> Iterator[tuple[Array, int]]:
+            size, num_tasks = self.config.loop.batch_size, len(self.tasks)
+            for rows, count in _batches(records, size):
+                data = ShardDataset(self.encoding.schema, rows, "the rows")
+                batch = data.batch(Position(0, 0, 0), size, shuffle=False)
+                seen = metrics.init(tasks=num_tasks)
+                yield self._run_step(self._state, seen, batch)[1], count
+
+        # The device computes a batch while the host makes the next one.
+        ahead: Any = itertools.pairwise(itertools.chain(launched(), [None]))
+        for (logits, count), _ in ahead:
+            yield np.asarray(logits)[:count]
 
 
 def load(
@@ -238,11 +222,7 @@ def _probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 def _table(rows: Any) -> pa.Table:
-    """Returns a user's rows as a table.
-
-    Raises:
-        ValueError: if they are none, with the column if that is known.
-    """
+    """Returns a user's rows as a table."""
     if isinstance(rows, Mapping):
         rows = {name: _column(name, values) for name, values in rows.items()}
         if len({len(column) for column in rows.values()}) > 1:

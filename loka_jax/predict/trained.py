@@ -1,6 +1,6 @@
 """The model of a trained run as its final evaluation judged it."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
@@ -54,10 +54,13 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
     net = model_of(config, schema, shards)
     rows_by = config.embedding.implementation
     placement = placement_of(mesh, wire, net.tables, rows_by)
-    saved = source.saved.only(_READ)
-    shapes = jax.eval_shape(lambda: _initial(config, net, len(schema.dense)))
-    template, layout = placement.template(shapes), placement.layout
-    state = _as_state(read_state(source.checkpoints, saved, template, layout))
+    shapes = vars(jax.eval_shape(lambda: initial_state(config, net, schema)))
+    template = placement.template({name: shapes.pop(name) for name in _READ})
+    layout = placement.layout
+    read = read_state(source.checkpoints, source.saved.only(_READ), template, layout)
+    # Scores depend on nothing else.
+    rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    state = TrainState(**read, **rest)
     name = config.source(source.saved.meta.get("data", {}))
     return Trained(config, schema, net, state, source.saved.step, placement, name)
 
@@ -65,23 +68,18 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
 def make_untrained(config: Config, schema: Schema) -> Trained:
     """Returns the model of a configuration as it is before training."""
     net = model_of(config, schema)
-    state = _as_state(_initial(config, net, len(schema.dense)))
+    state = initial_state(config, net, schema)
     return Trained(config, schema, net, state, 0, Placement(net.tables))
 
 
-def _initial(config: Config, net: RunModel, num_dense: int) -> dict[str, Any]:
-    state = init_state(
+def initial_state(config: Config, net: RunModel, schema: Schema) -> TrainState:
+    """Returns a state before training, without those of optimizers."""
+    return init_state(
         jax.random.key(config.seed),
         model=nn.Planned(config.model, ()).by_xla(),
         tables=net.tables,
-        num_dense=num_dense,
+        num_dense=len(schema.dense),
         optimizer=optax.identity(),
         row_optimizer=Sgd(),
         init_stddev=config.embedding.init_stddev,
     )
-    return {name: getattr(state, name) for name in _READ}
-
-
-def _as_state(parts: dict[str, Any]) -> TrainState:
-    """Returns a state with these parts; scores depend on nothing else."""
-    return TrainState.at_start(**parts, probe={}, opt_state=(), row_state=())

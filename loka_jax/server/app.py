@@ -17,8 +17,8 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -29,7 +29,6 @@ except ImportError:
     raise ImportError(message) from None
 
 from loka_jax.options import require
-from loka_jax.server.batching import Batcher, Busy
 from loka_jax.server.restarts import listen_to_parent
 
 _FORM = 'the body must be JSON of the form {"rows": [{"COLUMN": value, ...}, ...]}'
@@ -70,8 +69,7 @@ class Limits:
     grace_s: float = 3.0
 
     def __post_init__(self):
-        is_wide = 1 <= self.max_rows < math.inf
-        require(is_wide, "--max-rows", self.max_rows, "at least 1")
+        require(self.max_rows >= 1, "--max-rows", self.max_rows, "at least 1")
         is_wait = 0 <= self.wait_ms < math.inf
         require(is_wait, "--wait-ms", self.wait_ms, "at least 0")
 
@@ -79,17 +77,13 @@ class Limits:
 def columns_of(
     body: bytes, names: Sequence[str], max_rows: int
 ) -> dict[str, list[Any]]:
-    """Returns the columns of a request's rows.
-
-    Raises:
-        ValueError: in one sentence, if it is malformed.
-    """
+    """Returns the columns of a request's rows; a ValueError says what is malformed."""
     try:
         rows = json.loads(body)["rows"]
+        if not isinstance(rows, list) or not all(isinstance(x, dict) for x in rows):
+            raise TypeError
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(f"{_FORM}.") from None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{_FORM}.")
     if not 1 <= len(rows) <= max_rows:
         raise ValueError(f"there are {len(rows):,} rows: send 1 to {max_rows:,}.")
     for number, row in enumerate(rows, 1):
@@ -99,32 +93,94 @@ def columns_of(
     return {name: [row[name] for row in rows] for name in names}
 
 
+class Busy(Exception):
+    """More requests wait than the server has been told to hold."""
+
+
+class _Request(NamedTuple):
+    """A request that waits."""
+
+    value: Any
+    rows: int
+    answer: asyncio.Future  # of its result
+
+
+class Batcher:
+    """Runs requests in batches, in the order in which they came.
+
+    A batch has a size, and its first request waits no longer than it is to. While it
+    runs in a thread, the next one fills.
+    """
+
+    def __init__(self, run: Callable[[Sequence[Any]], Sequence[Any]], limits: Limits):
+        """Takes the function from the values of a batch to their results.
+
+        A request of more rows than a batch may have is a batch of its own.
+        """
+        self._run, self._limits, self._waiting = run, limits, 0
+        self._queue: asyncio.Queue[_Request] = asyncio.Queue()
+        self._held: _Request | None = None
+
+    async def result(self, value: Any, rows: int) -> Any:
+        """Returns the result of a value, or raises Busy if too many rows wait."""
+        if self._waiting + rows > self._limits.max_waiting:
+            raise Busy
+        self._waiting += rows
+        answer = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(_Request(value, rows, answer))
+        return await answer
+
+    async def work(self) -> None:
+        """Runs batches until it is cancelled."""
+        while True:
+            batch = await self._batch()
+            try:
+                results = await asyncio.to_thread(self._run, [x.value for x in batch])
+            except Exception as error:  # each request says so; the next batch runs
+                results = [error] * len(batch)
+            self._waiting -= sum(request.rows for request in batch)
+            for (*_, answer), result in zip(batch, results, strict=True):
+                if answer.done():  # whoever asked is gone
+                    continue
+                if isinstance(result, Exception):
+                    answer.set_exception(result)
+                else:
+                    answer.set_result(result)
+
+    async def _batch(self) -> list[_Request]:
+        """Returns the next batch, once it is full or its first request has waited."""
+        first, self._held = self._held or await self._queue.get(), None
+        batch, rows = [first], first.rows
+        try:
+            async with asyncio.timeout(self._limits.wait_ms / 1e3):
+                while rows < self._limits.max_rows:
+                    request = await self._queue.get()
+                    rows += request.rows
+                    if rows > self._limits.max_rows:
+                        self._held = request
+                        break
+                    batch.append(request)
+        except TimeoutError:
+            pass
+        return batch
+
+
 class Worker:
     """Answers requests until it is told to end."""
 
     def __init__(self, scorer: Scorer, limits: Limits):
         self._scorer, self._limits = scorer, limits
-        self._batcher = Batcher(
-            scorer.run,
-            max_rows=limits.max_rows,
-            wait_s=limits.wait_ms / 1e3,
-            max_waiting=limits.max_waiting,
-        )
+        self._batcher = Batcher(scorer.run, limits)
         self._ending = asyncio.Event()
 
     async def serve(self, listening: socket.socket, ready: int) -> None:
-        """Answers the requests that arrive at a socket, until SIGTERM.
-
-        Args:
-            ready: file that a byte is written to once requests are accepted.
-        """
+        """Answers requests until SIGTERM; once it does, it writes a byte to `ready`."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ending.set)
         listen_to_parent()
         app = web.Application(client_max_size=_MAX_BYTES)
         app.on_response_prepare.append(self._close_at_end)
-        app.add_routes(
-            [web.post("/score", self._score), web.get("/health", self._health)]
-        )
+        app.router.add_post("/score", self._score)
+        app.router.add_get("/health", self._health)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=60)
         await runner.setup()
         site = web.SockSite(runner, listening)

@@ -23,6 +23,7 @@ from loka_jax.data import (
 )
 from loka_jax.data.prefetch import Batches, prefetch
 from loka_jax.data.shards import ShardFolder
+from loka_jax.dispatch.gradient_wire import GradientSum, choose_sum
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan, as_json
 from loka_jax.dispatch.review import Reviewer
@@ -33,9 +34,6 @@ from loka_jax.train.checkpoints.orbax_files import meet
 from loka_jax.train.config import Config
 from loka_jax.train.mesh.devices import (
     BATCH,
-    GradientSum,
-    choose_gradient_sum,
-    groups_alone,
     mesh_of,
     scaled_sums,
 )
@@ -43,7 +41,7 @@ from loka_jax.train.mesh.placement import MeshPlacement, placement_of
 from loka_jax.train.model import model_of
 from loka_jax.train.placement import Placement
 from loka_jax.train.planning import choose_plan, resumed_plan
-from loka_jax.train.processes.group import Processes
+from loka_jax.train.processes.group import Processes, hosts
 from loka_jax.train.state import TrainState, init_state
 from loka_jax.train.step import TrainStep, compiled_eval_step, make_train_step
 from loka_jax.train.tables.update import RowUpdate
@@ -237,12 +235,12 @@ def build(
     loop = config.loop
     mesh = mesh_of(config.mesh, loop.batch_size, loop.microbatches)
     devices = 1 if mesh is None else mesh.size
-    groups = groups_alone(mesh, config.mesh)
     model = model_of(config, splits.train.schema, devices)
     placement = placement_of(
         *(mesh, config.mesh, model.tables, config.embedding.implementation),
         steps_per_call=loop.steps_per_call,
     )
+    groups = placement.shape[0] if config.mesh.sync == "weights" else 1
     # CPU devices share the cores that make the examples.
     if mesh is not None and jax.process_count() == 1 and jax.default_backend() == "gpu":
         splits = splits.over(NamedSharding(mesh, BATCH))
@@ -271,7 +269,8 @@ def build(
     if not isinstance(placement, MeshPlacement):
         return run
     params = run.template()["params"]
-    gradient_sum = choose_gradient_sum(config.collectives, params, placement.size)
+    wire = config.collectives.gradients
+    gradient_sum = choose_sum(wire, params, placement.size, hosts())
     notes = (*run.plan_notes, gradient_sum.note)
     if groups > 1 and config.optim.rows == "rowwise_adagrad":
         notes = (*notes, scaled_sums(groups, config.optim))

@@ -39,9 +39,6 @@ from loka_jax.train.logs.progress import TrainingProgress, resume_note
 from loka_jax.train.logs.timing import Profiler
 from loka_jax.train.loop import Loop
 from loka_jax.train.mesh.devices import used_devices
-from loka_jax.train.planner.mesh_plan import host_note
-from loka_jax.train.planner.mesh_workload import workload_of
-from loka_jax.train.planner.step_sizes import Mesh
 from loka_jax.train.processes import group
 from loka_jax.train.processes.group import ALONE, Processes
 from loka_jax.train.processes.signals import stop_on_signals
@@ -241,12 +238,6 @@ def _print_run(run: Run, console: Console):
         console.print(used_devices(*run.placement.shape))
     print_sites(console, run.running_sites)
     print_plan(console, run.plan, run.plan_notes)
-    is_on_gpus = run.placement.size > 1 and jax.default_backend() == "gpu"
-    if is_on_gpus and config.mesh.sync_every == 1:
-        size = config.loop.batch_size // run.placement.size
-        workload, mesh = workload_of(config, schema, size), Mesh(*run.placement.shape)
-        if note := host_note(workload, mesh, run.total_steps):
-            console.print(note)
     if config.run.profile_steps().start >= run.total_steps:
         raise ValueError(
             f"--profile {config.run.profile} starts after the run's last step "

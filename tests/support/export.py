@@ -62,8 +62,8 @@ def blank_dlrm(**options) -> trained.Trained:
     config = dataclasses.replace(config, data=data, model=model)
     schema = schema_of(data)
     net = model_of(config, schema)
-    shapes = jax.eval_shape(lambda: trained._initial(config, net, len(schema.dense)))
+    shapes = jax.eval_shape(lambda: trained.initial_state(config, net, schema))
     # Put on the device, not made there: nothing is compiled.
     zeros = jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
     place = Placement(net.tables)
-    return trained.Trained(config, schema, net, trained._as_state(zeros), 0, place)
+    return trained.Trained(config, schema, net, zeros, 0, place)

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from loka_jax import nn, scaling
 from loka_jax.data import Batch
 from loka_jax.data.batch import Bag
+from loka_jax.dispatch.gradient_wire import GradientSum
 from loka_jax.ops.row_order import Order, places_of
 from loka_jax.ops.tables import TableSpec
 from loka_jax.optim.clip import clip_by_global_norm
@@ -29,7 +30,7 @@ from loka_jax.recipe import get_recipe
 from loka_jax.train import metrics, tasks
 from loka_jax.train import step as step_lib
 from loka_jax.train.gradients import Gradients, gradients_of
-from loka_jax.train.mesh.devices import AXES, BATCH, REPLICA, SHARD, GradientSum
+from loka_jax.train.mesh.devices import AXES, BATCH, REPLICA, SHARD
 from loka_jax.train.mesh.placement import placement_of
 from loka_jax.train.placement import Placement, one_after_another
 from loka_jax.train.state import TrainState, init_state

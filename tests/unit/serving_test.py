@@ -111,3 +111,12 @@ def test_scales_are_checked_before_anything_is_prepared(monkeypatch):
     monkeypatch.setattr(serving, "check_scales", refuse)
     with pytest.raises(ValueError, match="no power of two"):
         serve(MODEL, VARIABLES, X)
+
+
+def test_only_weights_of_one_shape_and_dtype_are_kept_once():
+    """All of these have the same bytes."""
+    ones = jnp.ones(()), jnp.ones((1,)), jnp.ones((1, 1)), jnp.full((), 0x3F800000)
+    matrices, kept = (jnp.ones((2, 3)), jnp.ones((3, 2))), []
+    for place, weight in [*enumerate((*ones, *matrices))] * 2:
+        assert serving.keep(kept, weight) == place
+    chex.assert_trees_all_equal(kept, [*ones, *matrices])

@@ -7,19 +7,15 @@ the rest    on all devices
 """
 
 import dataclasses
-import math
-import os
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from loka_jax import triton
 from loka_jax.dispatch import gradient_wire
-from loka_jax.ops.collectives import Wire
 from loka_jax.ops.row_codec import Codec
 from loka_jax.ops.row_order import VIRTUAL_SHARDS, Order
 from loka_jax.ops.tables import Tables, TableSpec
@@ -31,10 +27,6 @@ from loka_jax.train.tables.embedding_config import EmbeddingConfig
 
 REPLICA, SHARD = AXES = ("replica", "shard")
 BATCH = P(AXES)
-_ROWS = P(SHARD)
-_ON_SHARDS = ("table", "row_state")  # of the state
-_FLOAT32_BYTES = 4
-_MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,12 +89,7 @@ class CollectivesConfig:
 def require_averages(
     config: MeshConfig, optim: OptimConfig, embedding: EmbeddingConfig
 ) -> None:
-    """Checks that groups can average what their rows' optimizer changes.
-
-    Raises:
-        ValueError: if it keeps what has no average, or changes all rows, or if rows are
-            not float32.
-    """
+    """Raises ValueError if groups cannot average what their rows' optimizer changes."""
     if config.sync != "weights":
         return
     if embedding.dtype != "f32":
@@ -124,10 +111,6 @@ def require_averages(
 
 def mesh_of(config: MeshConfig, batch_size: int, microbatches: int) -> Mesh | None:
     """Returns the mesh of a run, None for one device.
-
-    Args:
-        batch_size: examples in a step, of all devices together.
-        microbatches: parts of a batch.
 
     Raises:
         ValueError: if there are too few devices, or groups alone are given that do not
@@ -155,36 +138,28 @@ def mesh_of(config: MeshConfig, batch_size: int, microbatches: int) -> Mesh | No
             f"--loop.batch-size {batch_size} must be a multiple of {parts}: "
             "change it, or use fewer devices with --mesh.shards and --mesh.replicas."
         )
-    auto = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(
-        (replicas, shards), AXES, axis_types=auto, devices=devices[:count]
-    )
+    auto, shape = (AxisType.Auto,) * len(AXES), (replicas, shards)
+    return jax.make_mesh(shape, AXES, axis_types=auto, devices=devices[:count])
 
 
 def _shape(config: MeshConfig) -> tuple[int, int]:
     """Returns the number of replicas and shards."""
-    if config.replicas is None and config.shards is None:
+    replicas, devices = config.replicas or 1, jax.device_count()
+    if config.shards is not None:
+        return replicas, config.shards
+    if config.replicas is None:
         # CPU devices share the cores of one CPU: nothing is gained by several.
         if jax.default_backend() == "cpu" and jax.process_count() == 1:
             return 1, 1
-        groups = hosts(os.environ)
-        return groups, jax.device_count() // groups
-    if config.shards is None:
-        replicas = config.replicas or 1
-        _require_equal_groups(replicas, jax.device_count())
-        return replicas, max(jax.device_count() // replicas, 1)
-    return config.replicas or 1, config.shards
-
-
-def _require_equal_groups(replicas: int, devices: int) -> None:
-    """Raises ValueError if some of all devices would belong to no group."""
-    if replicas > devices or devices % replicas == 0:
-        return
-    counts = " or ".join(map(str, group_counts(devices)))
-    raise ValueError(
-        f"--mesh.replicas {replicas} does not divide {devices} devices: use {counts}, "
-        "or give --mesh.shards, too, to train on fewer devices."
-    )
+        groups = hosts()
+        return groups, devices // groups
+    if replicas <= devices and devices % replicas:
+        counts = " or ".join(map(str, group_counts(devices)))
+        raise ValueError(
+            f"--mesh.replicas {replicas} does not divide {devices} devices: use "
+            f"{counts}, or give --mesh.shards, too, to train on fewer devices."
+        )
+    return replicas, max(devices // replicas, 1)
 
 
 def group_counts(devices: int) -> list[int]:
@@ -204,11 +179,6 @@ def used_devices(groups: int, shards: int) -> str:
     )
 
 
-def groups_alone(mesh: Mesh | None, config: MeshConfig) -> int:
-    """Returns how many groups update their rows alone; 1 if none does."""
-    return mesh.shape[REPLICA] if mesh is not None and config.sync == "weights" else 1
-
-
 def scaled_sums(groups: int, optim: OptimConfig) -> str:
     """Returns a sentence that says by what c groups divide their sums of squares."""
     c, why = optim.rows_c, "--optim.rows-c"
@@ -223,11 +193,7 @@ def order_of(spec: TableSpec) -> Order:
 
 
 def require_places(tables: Tables, mesh: Mesh) -> None:
-    """Checks that the rows of each stack fit in the arrays of the devices.
-
-    Raises:
-        ValueError: if their numbers would not fit in int32.
-    """
+    """Raises ValueError if places of rows would not fit in int32 of some device."""
     shards = mesh.shape[SHARD]
     for stack in (tables,) if isinstance(tables, TableSpec) else tables.stacks:
         if not order_of(stack).places // shards < 2**31 - 1:
@@ -241,7 +207,7 @@ def require_places(tables: Tables, mesh: Mesh) -> None:
 def state_specs() -> dict[str, P]:
     """Returns how the parts of a state lie on a mesh, by name."""
     names = [field.name for field in dataclasses.fields(TrainState)]
-    return dict.fromkeys(names, P()) | dict.fromkeys(_ON_SHARDS, _ROWS)
+    return dict.fromkeys(names, P()) | {"table": P(SHARD), "row_state": P(SHARD)}
 
 
 def map_shards(
@@ -268,54 +234,3 @@ def map_shards(
 def shardings(mesh: Mesh, specs: Any) -> Any:
     """Returns partition specs as shardings of a mesh."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-
-
-class GradientSum(NamedTuple):
-    """How the dense gradients of a run are summed over its devices.
-
-    Attributes:
-        wire: how they travel.
-        reason: a sentence.
-        num_bytes: of all of them in float32.
-    """
-
-    wire: Wire
-    reason: str
-    num_bytes: int
-
-    @property
-    def note(self) -> str:
-        """A sentence for the user."""
-        size = f"{self.num_bytes / _MIB:.3g} MiB"
-        return f"Dense gradients, {size}, are summed in {self.wire}: {self.reason}."
-
-
-def choose_gradient_sum(
-    config: CollectivesConfig, params: Any, devices: int
-) -> GradientSum:
-    """Returns how the gradients of some parameters are summed.
-
-    Raises:
-        ValueError: if the times that were measured cannot be read.
-    """
-    sizes = (math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    num_bytes = _FLOAT32_BYTES * sum(sizes)
-    chosen = gradient_wire.choose_wire(
-        config.gradients,
-        num_bytes,
-        device=_device(),
-        devices=devices,
-        hosts=gradient_wire.read() if config.gradients == "auto" else (),
-        has_kernels=triton.why_not_here() is None,
-    )
-    return GradientSum(*chosen, num_bytes)
-
-
-def _device() -> str:
-    """Returns the kind of the GPUs, and how many hosts they are in if several.
-
-    What was measured was measured in one host; links between hosts are others.
-    """
-    kind = jax.devices()[0].device_kind
-    count = hosts(os.environ)
-    return kind if count == 1 else f"{kind} of {count} hosts"

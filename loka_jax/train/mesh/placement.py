@@ -33,6 +33,7 @@ from jaxtyping import Array, Bool
 
 from loka_jax.data import Batch, Part, Position
 from loka_jax.data.prefetch import placed
+from loka_jax.dispatch.gradient_wire import GradientSum
 from loka_jax.nn import ProbeConfig, merge_stats
 from loka_jax.ops import exchange, row_order
 from loka_jax.ops.collectives import sum_gradients
@@ -53,7 +54,6 @@ from loka_jax.train.mesh.devices import (
     AXES,
     REPLICA,
     SHARD,
-    GradientSum,
     MeshConfig,
     map_shards,
     order_of,
@@ -104,11 +104,8 @@ class MeshPlacement(Placement):
     """The devices of a mesh.
 
     Attributes:
-        mesh: the devices.
         wire: how rows travel.
         implementation: of lookups and updates of rows.
-        router: routes batches.
-        row_sync: averages the rows of groups that update them alone.
         gradient_sum: how dense gradients are summed; None for float32.
     """
 
@@ -122,8 +119,7 @@ class MeshPlacement(Placement):
     @property
     @override
     def shape(self) -> tuple[int, int]:
-        groups, shards = self.mesh.devices.shape
-        return groups, shards
+        return self.mesh.shape[REPLICA], self.mesh.shape[SHARD]
 
     @property
     @override
@@ -210,9 +206,8 @@ class MeshPlacement(Placement):
         def parts_of(key: Array) -> dict[str, Any]:
             _, table_key = jax.random.split(key)
             make = functools.partial(by_stack, part, self.tables)
-            parts = jax.shard_map(
-                make, mesh=self.mesh, in_specs=P(), out_specs=P(SHARD), check_vma=False
-            )(table_keys(table_key, self.tables))
+            program = map_shards(make, self.mesh, P(), P(SHARD))
+            parts = program(table_keys(table_key, self.tables))
             table, row_state = regroup(self.tables, parts)
             return vars(init(key)) | {"table": table, "row_state": row_state}
 

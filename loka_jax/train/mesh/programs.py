@@ -108,13 +108,7 @@ class RoutedStep:
 
     def __call__(self, state: TrainState, *batches: Batch) -> TrainState:
         """Returns the state after a step on each batch."""
-        placed, routed = self._router.together(batches)
-        coming = self._router.next_to_route(batches, placed)
-        spent = self._router.take_spent(placed)
-        parts, before, routed_later = self._program(
-            vars(state), placed, routed, coming, spent
-        )
-        self._router.keep(batches, routed, routed_later)
+        parts, before = self._router.run(self._program, vars(state), batches)
         return self._sync.after(state, TrainState(**parts), before)
 
     def lower(self, state: TrainState, *batches: Batch) -> jax.stages.Lowered:

@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -149,7 +149,6 @@ def routed_batch(routes: Any, arrived: list[Array], each: Counts) -> RoutedBatch
     """Returns a routed batch from what devices have exchanged.
 
     Args:
-        routes: of the ids of this device's part, by stack.
         arrived: the lists that other devices ask this one for, by stack.
     """
     rest = iter(arrived)
@@ -193,7 +192,7 @@ class Router:
         implementation: Implementation | None = None,
         steps_per_call: int = 1,
     ):
-        """Takes the parts of a run."""
+        """Prepares a program that routes a batch when it first runs."""
         self._most = by_stack(
             lambda spec: order_of(spec).places // mesh.shape[SHARD], tables
         )
@@ -261,17 +260,29 @@ class Router:
             if all(x.capacity == self.capacity for x in routed):
                 return placed, routed
 
-    def next_to_route(
-        self, batches: Sequence[Batch], placed: tuple[Batch, ...]
-    ) -> tuple[Batch, ...]:
-        """Returns the batches that the steps of `batches` route, on their devices.
+    def run(
+        self, program: Callable, state: dict[str, Any], batches: Sequence[Batch]
+    ) -> tuple[dict[str, Any], Any]:
+        """Returns the parts of the state after a step on each batch, and `before`.
 
         Args:
-            placed: the same on their devices; returned if no later batch is known.
+            program: by `programs.train_program`; it also routes later batches, those of
+                `batches` again if none is known.
         """
-        return tuple(x.placed for x in self._followers(batches)) or placed
+        placed, routed = self.together(batches)
+        followers = self._followers(batches)
+        coming = tuple(x.placed for x in followers) or placed
+        spent = self._take_spent(placed)
+        state, before, (later, needs) = program(state, placed, routed, coming, spent)
+        self._spent += routed  # later steps may write over them
+        for one in self._coming:
+            if any(one.batch is batch for batch in batches):
+                one.routed = None
+        for i, one in enumerate(followers):
+            one.routed, one.needs, one.place = later[i], needs, i
+        return state, before
 
-    def take_spent(self, placed: Sequence[Batch]) -> tuple[RoutedBatch, ...]:
+    def _take_spent(self, placed: Sequence[Batch]) -> tuple[RoutedBatch, ...]:
         """Returns as many routed batches that no step needs any more, to write over.
 
         They are those of former steps, or `placed`, routed, if these are too few.
@@ -280,26 +291,6 @@ class Router:
         reused, self._spent = former[: len(placed)], former[len(placed) :]
         lacking = [_Coming(x, x) for x in placed[len(reused) :]]
         return *reused, *map(self._route_alone, lacking)
-
-    def keep(
-        self,
-        batches: Sequence[Batch],
-        routed: Sequence[RoutedBatch],
-        routed_later: tuple[Sequence[RoutedBatch], Any],
-    ) -> None:
-        """Keeps what the steps of `batches` leave for later steps.
-
-        Args:
-            routed: the same, routed; later steps may write over them.
-            routed_later: what the steps have routed, as `with_needs` has it.
-        """
-        self._spent += routed
-        for coming in self._coming:
-            if any(coming.batch is batch for batch in batches):
-                coming.routed = None
-        later, needs = routed_later
-        for i, coming in enumerate(self._followers(batches)):
-            coming.routed, coming.needs, coming.place = later[i], needs, i
 
     def part(self, capacity: Any, batch: Batch) -> tuple[Any, Counts]:
         """Returns the routes of a device's part of a batch, by stack, and its counts.
@@ -333,10 +324,8 @@ class Router:
 
         They are none if the router has not taken batches so far ahead.
         """
-        count = len(self._coming)
-        if count <= self._ahead:
-            return []
-        if self._coming[count - 1 - self._ahead].batch is not batches[-1]:
+        newest = len(self._coming) - 1 - self._ahead
+        if newest < 0 or self._coming[newest].batch is not batches[-1]:
             return []
         return list(self._coming)[-len(batches) :]
 

@@ -37,6 +37,7 @@ from loka_jax.train.mesh.devices import (
     REPLICA,
     SHARD,
     MeshConfig,
+    map_shards,
     order_of,
     shardings,
 )
@@ -65,8 +66,7 @@ def update_alone(
     And the rows as they were, None if they have been averaged already.
 
     Args:
-        table, row_state, touched, row_update, lr, enabled: as of `update_table`, of
-            rows [K, C] and their gradients from this group.
+        touched: rows [K, C], and their gradients from this group.
         wire: how changes of rows travel, and when they are averaged.
         words: decide how they are rounded.
     """
@@ -103,7 +103,7 @@ class RowSync:
         tables: Tables,
         implementation: Implementation | None,
     ):
-        """Takes the mesh, how rows travel on it, the tables, and what sums rows."""
+        """Prepares programs that compile when they first run."""
         self._mesh, self._tables, self._every = mesh, tables, wire.sync_every
         self._log: list[Any] = []
         self._table: Callable[[], Any] = lambda: None  # of the last step, if it is left
@@ -123,11 +123,9 @@ class RowSync:
         )
 
     def after(self, state: TrainState, new: TrainState, before: Any) -> TrainState:
-        """Returns the state after a step, its rows averaged if it is time.
+        """Returns the `new` state after a step, its rows averaged if it is time.
 
         Args:
-            state: before the step.
-            new: after it.
             before: from `update_alone`, by stack.
         """
         if not jax.tree.leaves(before):  # averaged already
@@ -169,22 +167,18 @@ def _distinct(mesh: Mesh, tables: Tables, log: tuple[Any, ...]):
     def every(log):
         return regroup(tables, by_stack(one, tables, *log))
 
-    return jax.shard_map(
-        every, mesh=mesh, in_specs=BATCH, out_specs=(BATCH, P()), check_vma=False
-    )(log)
+    return map_shards(every, mesh, BATCH, (BATCH, P()))(log)
 
 
 def _averaged(mesh: Mesh, tables: Tables, average, capacity, *parts: Any):
     """Returns tables and optimizer's states with the rows in lists averaged.
 
     Args:
-        average: `row_average.average`.
         capacity: entries of a list that are used, by stack.
         parts: tables, states, lists, and the number of the step.
     """
 
-    def every(*parts_and_step):
-        *parts, step = parts_and_step
+    def every(table, state, before, step):
         key = jax.random.fold_in(jax.random.key(0), step)
         (words,) = words_of(key, AXES, 1)
 
@@ -192,15 +186,10 @@ def _averaged(mesh: Mesh, tables: Tables, average, capacity, *parts: Any):
             before = jax.tree.map(lambda x: x[:capacity], before)
             return average(table, state, before, words=words)
 
-        return regroup(tables, by_stack(one, tables, capacity, *parts))
+        return regroup(tables, by_stack(one, tables, capacity, table, state, before))
 
-    return jax.shard_map(
-        every,
-        mesh=mesh,
-        in_specs=(_ROWS, _ROWS, BATCH, P()),
-        out_specs=(_ROWS, _ROWS),
-        check_vma=False,
-    )(*parts)
+    specs = _ROWS, _ROWS, BATCH, P()
+    return map_shards(every, mesh, specs, (_ROWS, _ROWS))(*parts)
 
 
 def _first_table(state: TrainState) -> Any:

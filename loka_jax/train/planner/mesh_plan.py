@@ -46,20 +46,37 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from loka_jax.train.planner.step_sizes import (
-    ID_BYTES,
-    WIRE_BYTES,
-    Mesh,
-    Stack,
-    Workload,
-    meshes,
-)
+from loka_jax.options import require
+from loka_jax.train.mesh.devices import group_counts
+from loka_jax.train.planner.workload import SPARE, Stack, Workload
 
 GB = 1e9
+_WIRE_BYTES = 2  # of a value: bfloat16
+_ID_BYTES = 4
 _FLOAT_BYTES = 4
 _SORT_BYTES = 8  # a row's number and its place
-_STEPS_PER_CALL = 8  # looks at scales end calls that are longer
-_WORTH_S = 60.0  # several steps a call take tens of seconds to compile
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """M replicas of L shards."""
+
+    replicas: int
+    shards: int
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs."""
+        return self.replicas * self.shards
+
+    def __str__(self) -> str:
+        return f"{self.replicas} x {self.shards}"
+
+
+def meshes(gpus: int) -> Iterator[Mesh]:
+    """Yields all meshes of that many GPUs, those with the most shards first."""
+    for replicas in group_counts(gpus):
+        yield Mesh(replicas, gpus // replicas)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,15 +116,10 @@ class Rates:
     memory_share: float = 0.75
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not value > 0:
-                option = f"--rates.{field.name.replace('_', '-')}"
-                raise ValueError(f"{option} {value} must be positive.")
-        if self.memory_share > 1:
-            raise ValueError(
-                f"--rates.memory-share {self.memory_share} must be at most 1."
-            )
+        for name, value in vars(self).items():
+            require(value > 0, f"--rates.{name.replace('_', '-')}", value, "positive")
+        share = self.memory_share
+        require(share <= 1, "--rates.memory-share", share, "at most 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,116 +193,79 @@ def require_fit(workload: Workload, gpus: int, rates: Rates) -> Estimate:
     return best
 
 
-def host_note(
-    workload: Workload, mesh: Mesh, steps: int, rates: Rates | None = None
-) -> str | None:
-    """Returns a sentence on what several steps a call may save, None if that is little.
-
-    Args:
-        rates: of the host; None for those of `Rates`.
-    """
-    rates = rates or Rates()
-
-    def seconds(workload: Workload) -> float:
-        return 1e-6 * steps * estimate(workload, mesh, rates).step_us
-
-    several = dataclasses.replace(workload, steps_per_call=_STEPS_PER_CALL)
-    now, then = seconds(workload), seconds(several)
-    if now - then < _WORTH_S:
-        return None
-    return (
-        f"The host may take longer to launch a step than {mesh.gpus} GPUs to run it: "
-        f"--loop.steps-per-call {_STEPS_PER_CALL} may save {now - then:,.0f} of "
-        f"{now:,.0f} s."
-    )
-
-
 def _memory(workload: Workload, mesh: Mesh) -> dict[str, float]:
     """Returns bytes, by part."""
-    tables = sum(math.ceil(s.rows / mesh.shards) * s.row_bytes for s in workload.stacks)
-    step = _step_memory(workload, mesh)
-    replicas = {"replicas": sum(_lists(s, workload, mesh) for s in workload.stacks)}
-    most = max(step, replicas, key=lambda parts: sum(parts.values()))
-    held = {
-        "tables": float(tables),
-        "dense": float(workload.state_bytes),
-        "log": sum(_log(s, workload, mesh) for s in workload.stacks),
-    }
-    return held | dict.fromkeys((*step, *replicas), 0.0) | most
-
-
-def _step_memory(workload: Workload, mesh: Mesh) -> dict[str, float]:
-    """Returns what a step needs until it has the gradients of rows."""
-    exchange = rows = 0.0
+    tables = exchange = rows = log = lists = 0.0
     for s in workload.stacks:
+        tables += math.ceil(s.rows / mesh.shards) * s.row_bytes
         if mesh.gpus > 1:  # ids are routed though one shard has all rows
-            exchange += s.sent_ids * (8 + 4 * s.dim * WIRE_BYTES)
-        rows += s.lookups * (s.dim * (2 * WIRE_BYTES + 4) + 16)
+            exchange += s.sent_ids * (8 + 4 * s.dim * _WIRE_BYTES)
+        rows += s.lookups * (s.dim * (2 * _WIRE_BYTES + 4) + 16)
+        log += _log(s, workload, mesh)
+        lists += _lists(s, workload, mesh)
     activations = float(workload.activation_bytes)
-    return {"activations": activations, "exchange": exchange, "rows": rows}
+    step = {"activations": activations, "exchange": exchange, "rows": rows}
+    replicas = {"replicas": lists}
+    most = max(step, replicas, key=lambda parts: sum(parts.values()))
+    held = {"tables": tables, "dense": float(workload.state_bytes), "log": log}
+    return held | dict.fromkeys((*step, *replicas), 0.0) | most
 
 
 def _log(s: Stack, workload: Workload, mesh: Mesh) -> float:
     """Returns what a group keeps of the rows of a stack that it will average."""
     if mesh.replicas == 1 or workload.average_every < 2:
         return 0.0
-    return workload.average_every * s.sent_ids * (ID_BYTES + s.row_bytes)
+    return workload.average_every * s.sent_ids * (_ID_BYTES + s.row_bytes)
 
 
 def _lists(s: Stack, workload: Workload, mesh: Mesh) -> float:
     """Returns what replicas need to give each other a stack's rows."""
     if mesh.replicas == 1:
         return 0.0
-    rows = mesh.replicas * s.rows_for_replicas(mesh, workload.average_every)
+    rows = mesh.replicas * _given_rows(s, workload, mesh)
     if not workload.average_every:
-        return rows * (_SORT_BYTES + s.dim * (WIRE_BYTES + 2 * _FLOAT_BYTES))
+        return rows * (_SORT_BYTES + s.dim * (_WIRE_BYTES + 2 * _FLOAT_BYTES))
     lists = rows * (_SORT_BYTES + 3 * (_FLOAT_BYTES * s.dim + s.state_bytes))
-    shard = s.rows / mesh.shards * (ID_BYTES + s.row_bytes)
+    shard = s.rows / mesh.shards * (_ID_BYTES + s.row_bytes)
     return lists + min(_log(s, workload, mesh), shard)
+
+
+def _given_rows(s: Stack, workload: Workload, mesh: Mesh) -> float:
+    """Returns the rows that a GPU gives to other replicas at a time."""
+    if not workload.average_every:
+        return s.sent_ids
+    touched = s.sent_ids
+    if workload.average_every > 1:  # a row once, of all devices and steps
+        touched = SPARE * s.averaged[mesh.shards.bit_length() - 1]
+    return min(touched, s.rows / mesh.shards)
 
 
 def _wire(workload: Workload, mesh: Mesh) -> dict[str, float]:
     away = (mesh.shards - 1) / mesh.shards
-    ids = sum(s.sent_ids for s in workload.stacks) * ID_BYTES
-    rows = sum(s.sent_ids * s.dim for s in workload.stacks) * WIRE_BYTES
+    ids = away * sum(s.sent_ids for s in workload.stacks) * _ID_BYTES
+    rows = away * sum(s.sent_ids * s.dim for s in workload.stacks) * _WIRE_BYTES
     summed = 2 * (mesh.gpus - 1) / mesh.gpus * workload.gradient_bytes
-    return {
-        "ids": away * ids,
-        "rows": away * rows,
-        "row gradients": away * rows,
-        "dense gradients": summed,
-        "replicas": _replica_bytes(workload, mesh),
-    }
-
-
-def _touched_rows(workload: Workload, mesh: Mesh) -> Iterator[tuple[Stack, float, int]]:
-    """Yields each stack, the rows a step that go to other replicas, and their bytes."""
-    every = workload.average_every
+    every, replicas = workload.average_every, 0.0
     for s in workload.stacks:
-        num_bytes = ID_BYTES + WIRE_BYTES * s.dim + (s.state_bytes if every else 0)
-        yield s, s.rows_for_replicas(mesh, every) / (every or 1), num_bytes
-
-
-def _replica_bytes(workload: Workload, mesh: Mesh) -> float:
-    """Returns the bytes of the touched rows, from each other replica."""
-    each = sum(rows * num_bytes for _, rows, num_bytes in _touched_rows(workload, mesh))
-    return (mesh.replicas - 1) * each
+        num_bytes = _ID_BYTES + _WIRE_BYTES * s.dim + (s.state_bytes if every else 0)
+        replicas += _given_rows(s, workload, mesh) / (every or 1) * num_bytes
+    return {
+        "ids": ids,
+        "rows": rows,
+        "row gradients": rows,
+        "dense gradients": summed,
+        "replicas": (mesh.replicas - 1) * replicas,
+    }
 
 
 def _times(workload: Workload, mesh: Mesh, rates: Rates) -> dict[str, float]:
-    parts = {
-        "dense": workload.dense_us,
-        "route": 0.0,
-        "fetch": 0.0,
-        "give back": 0.0,
-        "replicas": 0.0,
-        "dense sum": 0.0,
-        "host": 0.0,
-    }
+    names = ("route", "fetch", "give back", "replicas", "dense sum", "host")
+    parts = {"dense": workload.dense_us} | dict.fromkeys(names, 0.0)
     for s in workload.stacks:
-        _add_rows(parts, s, mesh, rates)
+        for name, us in _row_times(s, mesh, rates).items():
+            parts[name] += us
     if mesh.replicas > 1:
-        parts["replicas"] += _replica_us(workload, mesh, rates)
+        parts["replicas"] = _replica_us(workload, mesh, rates)
     if mesh.gpus > 1:
         # The sum, and the maximum of FP8 state and faults.
         latency = 2 * _latency_us(mesh.gpus, rates)
@@ -300,29 +275,28 @@ def _times(workload: Workload, mesh: Mesh, rates: Rates) -> dict[str, float]:
     return parts
 
 
-def _add_rows(parts: dict[str, float], s: Stack, mesh: Mesh, rates: Rates) -> None:
-    """Adds the times of one stack."""
-    value_bytes, table_bytes = WIRE_BYTES * s.dim, s.value_bytes * s.dim
+def _row_times(s: Stack, mesh: Mesh, rates: Rates) -> dict[str, float]:
+    """Returns the times of the rows of one stack."""
+    value_bytes, table_bytes = _WIRE_BYTES * s.dim, s.value_bytes * s.dim
     gather, update = 1e3 * rates.gather_gb_s, 1e3 * rates.update_gb_s  # bytes a us
     sort_us = s.lookups / rates.sorted_ids_us
     sums_us = s.lookups * value_bytes / update
     if mesh.shards == 1:
-        parts["fetch"] += s.lookups * (table_bytes + value_bytes) / gather
-        parts["give back"] += sort_us + sums_us
-        parts["give back"] += s.distinct * 2 * s.row_bytes / update
-        return
-    parts["route"] += sort_us + _exchange_us(s.sent_ids * ID_BYTES, mesh, rates)
-    parts["fetch"] += (
-        s.sent_ids * (table_bytes + value_bytes) / gather
-        + _exchange_us(s.sent_ids * value_bytes, mesh, rates)
-        + 2 * s.lookups * value_bytes / gather
-    )
-    parts["give back"] += (
-        sums_us
-        + _exchange_us(s.sent_ids * value_bytes, mesh, rates)
+        return {
+            "fetch": s.lookups * (table_bytes + value_bytes) / gather,
+            "give back": sort_us + sums_us + s.distinct * 2 * s.row_bytes / update,
+        }
+    exchange_us = _exchange_us(s.sent_ids * value_bytes, mesh, rates)
+    return {
+        "route": sort_us + _exchange_us(s.sent_ids * _ID_BYTES, mesh, rates),
+        "fetch": s.sent_ids * (table_bytes + value_bytes) / gather
+        + exchange_us
+        + 2 * s.lookups * value_bytes / gather,
+        "give back": sums_us
+        + exchange_us
         + s.sent_ids / rates.sorted_ids_us
-        + s.sent_ids * (value_bytes + 2 * s.row_bytes) / update
-    )
+        + s.sent_ids * (value_bytes + 2 * s.row_bytes) / update,
+    }
 
 
 def _exchange_us(num_bytes: float, mesh: Mesh, rates: Rates) -> float:
@@ -339,19 +313,15 @@ def _exchange_us(num_bytes: float, mesh: Mesh, rates: Rates) -> float:
 
 def _replica_us(workload: Workload, mesh: Mesh, rates: Rates) -> float:
     """Returns the time of what makes replicas equal: the touched rows of all."""
-    is_near = mesh.gpus <= rates.gpus_per_host
+    is_near, every = mesh.gpus <= rates.gpus_per_host, workload.average_every or 1
     speed = 1e3 * (rates.link_gb_s if is_near else rates.network_gb_s)
-    others = mesh.replicas - 1
-    more = sum(
-        others * rows / rates.sorted_ids_us
-        + others
-        * rows
-        * (WIRE_BYTES * s.dim + 2 * s.row_bytes)
-        / (1e3 * rates.update_gb_s)
-        for s, rows, _ in _touched_rows(workload, mesh)
-    )
-    latency_us = _latency_us(mesh.gpus, rates) / (workload.average_every or 1)
-    return latency_us + _replica_bytes(workload, mesh) / speed + more
+    us = _latency_us(mesh.gpus, rates) / every
+    us += _wire(workload, mesh)["replicas"] / speed
+    for s in workload.stacks:
+        rows = (mesh.replicas - 1) * _given_rows(s, workload, mesh) / every
+        num_bytes = _WIRE_BYTES * s.dim + 2 * s.row_bytes
+        us += rows / rates.sorted_ids_us + rows * num_bytes / (1e3 * rates.update_gb_s)
+    return us
 
 
 def _sum_us(num_bytes: int, mesh: Mesh, rates: Rates) -> float:

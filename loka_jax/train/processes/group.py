@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,8 +16,7 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all
 
-from loka_jax.data import Part
-from loka_jax.launch.processes import LOGS, WORKDIR
+from loka_jax.launch.job import LOGS, WORKDIR
 
 # A process that dies elsewhere ends this one, too, after so long without a sign.
 _HEARTBEAT_SECONDS = 20
@@ -43,11 +42,6 @@ class Processes(NamedTuple):
         """True if it may print: it is the first, or its output goes to its own log."""
         return self.is_first or LOGS in os.environ
 
-    @property
-    def part(self) -> Part:
-        """Its part of each batch."""
-        return Part(self.index, self.count)
-
     def same(self, text: str) -> str:
         """Returns the first process's text in all of them; all must call it."""
         if self.count == 1:
@@ -66,12 +60,10 @@ ALONE = Processes()
 def start() -> Processes:
     """Returns this process among those of the run, connected to the others.
 
-    It does nothing but return in a process alone, or if it was called before.
-
     Raises:
         ValueError: if the variables of the environment do not fit.
     """
-    arguments = connection(os.environ)
+    arguments = connection()
     if arguments is None:
         return ALONE
     if not jax.distributed.is_initialized():
@@ -81,56 +73,44 @@ def start() -> Processes:
     return Processes(jax.process_index(), jax.process_count())
 
 
-def connection(environment: Mapping[str, str]) -> dict[str, Any] | None:
+def connection() -> dict[str, Any] | None:
     """Returns the arguments of `jax.distributed.initialize`; None in a process alone.
 
     Raises:
         ValueError: if a variable is missing, or is no number.
     """
-    if "WORLD_SIZE" in environment:
-        return _of_torchrun(environment)
-    if _number(environment, "SLURM_STEP_NUM_TASKS", "1") > 1:
-        return {}  # JAX reads them
-    return None
-
-
-def per_host(environment: Mapping[str, str]) -> int:
-    """Returns how many processes of the run there are on this host."""
-    if "LOCAL_WORLD_SIZE" in environment:
-        return _number(environment, "LOCAL_WORLD_SIZE")
-    # Such as "4(x2)": four on each of two.
-    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    return int(re.split(r"\D", tasks)[0])
-
-
-def hosts(environment: Mapping[str, str]) -> int:
-    """Returns over how many hosts the processes of the run are spread."""
-    return max(jax.process_count() // per_host(environment), 1)
-
-
-def _of_torchrun(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    count = _number(environment, "WORLD_SIZE")
+    if "WORLD_SIZE" not in os.environ:
+        several = _number("SLURM_STEP_NUM_TASKS", "1") > 1
+        return {} if several else None  # JAX reads them
+    count = _number("WORLD_SIZE")
     if count == 1:
         return None
-    address = environment.get("MASTER_ADDR", "127.0.0.1")
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     # The store of torchrun listens at the port itself.
-    is_taken = "TORCHELASTIC_RUN_ID" in environment
-    port = _number(environment, "MASTER_PORT") + is_taken
+    is_taken = "TORCHELASTIC_RUN_ID" in os.environ
+    port = _number("MASTER_PORT") + is_taken
     arguments = {
         "coordinator_address": f"{address}:{port}",
         "num_processes": count,
-        "process_id": _number(environment, "RANK"),
-        "local_device_ids": [_number(environment, "LOCAL_RANK")],
+        "process_id": _number("RANK"),
+        "local_device_ids": [_number("LOCAL_RANK")],
     }
     if address == "127.0.0.1":  # JAX would listen on all networks
         arguments["coordinator_bind_address"] = f"{address}:{port}"
     return arguments
 
 
-def _number(
-    environment: Mapping[str, str], name: str, default: str | None = None
-) -> int:
-    value = environment.get(name, default)
+def hosts() -> int:
+    """Returns over how many hosts the processes of the run are spread."""
+    # Such as "4(x2)": four on each of two.
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    first = re.split(r"\D", tasks)[0]
+    per_host = _number("LOCAL_WORLD_SIZE", first)
+    return max(jax.process_count() // per_host, 1)
+
+
+def _number(name: str, default: str | None = None) -> int:
+    value = os.environ.get(name, default)
     if value is None or not value.isdecimal():
         raise ValueError(
             f"{name} is {value!r} in the environment, where a number is needed as "

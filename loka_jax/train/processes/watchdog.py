@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from loka_jax.terminal import printable
 
 _TICKS = 20  # in the time without progress
-
-
 _watching: "list[Watchdog]" = []
 
 
@@ -39,33 +37,19 @@ def resting(rests: bool = True) -> Iterator[None]:
 
 
 class Watchdog:
-    """Ends the process when `alive` was not called for some time.
-
-    Usable in a `with` statement, outside of which nothing is watched. There is one in a
-    process, as there is one run.
-
-    Attributes:
-        is_resting: whether the time now is left out.
-    """
+    """Ends the process when `alive` was not called for some time in a `with` block."""
 
     def __init__(self, seconds: float, *, end: Callable[[int], None] = os._exit):
-        """Prepares to watch.
-
-        Args:
-            seconds: the time without progress after which the process ends.
-        """
-        self._seconds = seconds
-        self._end = end
+        """Takes the time without progress after which the process ends."""
+        self._seconds, self._end = seconds, end
         self._watched = threading.get_ident()
-        self.ticks_left = _TICKS
-        self.is_resting = False
+        self.ticks_left, self.is_resting = _TICKS, False
         self._closed = threading.Event()
         self._thread = threading.Thread(
             target=self._watch, name="watchdog", daemon=True
         )
 
     def __enter__(self) -> "Watchdog":
-        self._watched = threading.get_ident()
         self._thread.start()
         _watching.append(self)
         return self

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
@@ -52,8 +53,6 @@ def update_table(
 
     Args:
         touched: ids of rows, and their gradients.
-        row_update: how rows are updated.
-        lr: learning rate of the rows.
         enabled: False on a step that is skipped.
         ascending: as in `embedding.update_rows`.
     """
@@ -66,14 +65,7 @@ def update_table(
         return whole_table_update(
             table, row_state, total, optimizer, lr, row_update.l2, enabled=enabled
         )
-    return embedding.update_rows(
-        table,
-        row_state,
-        ids,
-        row_grads,
-        optimizer,
-        lr,
-        enabled=enabled,
-        ascending=ascending,
-        implementation=implementation,
-    )
+    ids = jnp.where(enabled, ids, embedding.BAD_ID)
+    how: Any = {"ascending": ascending, "implementation": implementation}
+    operands = table, row_state, ids, row_grads, optimizer, lr
+    return embedding.update_rows(*operands, **how)

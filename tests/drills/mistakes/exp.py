@@ -30,8 +30,8 @@ MISTAKES = [
     Mistake(
         "scores of two labels change places",
         f"{PREDICT}/files.py",
-        "by_task = part.scores.reshape(len(part.scores), -1).T",
-        "by_task = part.scores.reshape(len(part.scores), -1).T[::-1]",
+        "by_task = scores.reshape(len(scores), -1).T",
+        "by_task = scores.reshape(len(scores), -1).T[::-1]",
         "unit/predict/files_test.py",
     ),
     Mistake(
@@ -126,15 +126,8 @@ MISTAKES = [
         "unit/export/folder_test.py",
     ),
     Mistake(
-        "weights of equal bytes are one, whatever their shape",
-        f"{EXPORT}/programs.py",
-        "key = array.shape, array.dtype, digest",
-        "key = array.dtype, digest",
-        "unit/export/programs_test.py",
-    ),
-    Mistake(
         "rows that were answered still count as waiting",
-        f"{SERVER}/batching.py",
+        f"{SERVER}/app.py",
         "            self._waiting -= sum(request.rows for request in batch)",
         "            self._waiting -= len(batch)",
         "unit/server/batching_test.py",
@@ -142,9 +135,9 @@ MISTAKES = [
     Mistake(
         "a request waits for milliseconds as if they were seconds",
         f"{SERVER}/app.py",
-        "wait_s=limits.wait_ms / 1e3",
-        "wait_s=limits.wait_ms",
-        "unit/server/app_test.py",
+        "asyncio.timeout(self._limits.wait_ms / 1e3)",
+        "asyncio.timeout(self._limits.wait_ms)",
+        "unit/server/batching_test.py",
     ),
     Mistake(
         "a restart ends the new worker",
@@ -156,8 +149,8 @@ MISTAKES = [
     Mistake(
         "prepared weights of another dtype are shared",
         "loka_jax/serving.py",
-        "alike = (kept.shape, kept.dtype) == (weight.shape, weight.dtype)",
-        "alike = kept.shape == weight.shape",
+        "alike = (other.shape, other.dtype) == (weight.shape, weight.dtype)",
+        "alike = other.shape == weight.shape",
         "unit/serving_test.py",
     ),
     Mistake(

@@ -49,16 +49,16 @@ MISTAKES = [
     Mistake(
         "a group sends its rows to itself, too",
         f"{TRAIN}/planner/mesh_plan.py",
-        "return (mesh.replicas - 1) * each",
-        "return mesh.replicas * each",
+        '"replicas": (mesh.replicas - 1) * replicas,',
+        '"replicas": mesh.replicas * replicas,',
         "unit/train/planner/mesh_plan_test.py",
     ),
     Mistake(
         "activations of all microbatches are counted",
-        f"{TRAIN}/planner/mesh_workload.py",
+        f"{TRAIN}/planner/workload.py",
         "scale = batch / (config.loop.batch_size // config.loop.microbatches)",
         "scale = batch / config.loop.batch_size",
-        "unit/train/planner/mesh_workload_test.py",
+        "unit/train/planner/workload_test.py",
     ),
     Mistake(
         "rows of padding are moved by Adam",
@@ -161,8 +161,8 @@ MISTAKES = [
     Mistake(
         "the store of torchrun keeps its port from the run",
         f"{TRAIN}/processes/group.py",
-        '_number(environment, "MASTER_PORT") + is_taken',
-        '_number(environment, "MASTER_PORT")',
+        '_number("MASTER_PORT") + is_taken',
+        '_number("MASTER_PORT")',
         "unit/train/processes/group_test.py",
     ),
     Mistake(
@@ -182,8 +182,8 @@ MISTAKES = [
     Mistake(
         "SIGTERM is passed on as it came, which JAX takes for its own",
         "loka_jax/launch/supervisor.py",
-        "self._processes.send(signal.SIGINT)",
-        "self._processes.send(number)",
+        "self._job.send(signal.SIGINT)",
+        "self._job.send(number)",
         "unit/launch/launch_test.py",
     ),
 ]

@@ -12,7 +12,7 @@ from loka_jax.dispatch.policy import Decision
 from loka_jax.export import loader
 from loka_jax.export.encoding import inputs_as_given
 from loka_jax.export.folder import write_model
-from loka_jax.export.forms import make_form
+from loka_jax.export.programs import make_form
 from loka_jax.predict.trained import make_untrained
 from loka_jax.site import Choice
 from tests.support.export import in_a_clean_environment

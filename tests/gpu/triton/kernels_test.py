@@ -80,7 +80,6 @@ def test_updates_repeat_bit_by_bit(optimizer, dim):
     *operands, _, rate = row_update_test.problem_of(optimizer, "one long", 200_001, dim)
 
     def update(*operands):
-        rest = dict(enabled=row_update_test.TRUE)
-        return row_update_test.update(*operands, optimizer, rate, **rest)
+        return row_update_test.update(*operands, optimizer, rate)
 
     assert_launches_repeat(update, *operands)

@@ -15,7 +15,7 @@ from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.export import export_run, folder, loader
 from loka_jax.export.encoding import inputs_as_given
 from loka_jax.export.folder import write_model
-from loka_jax.export.forms import make_form
+from loka_jax.export.programs import make_form
 from loka_jax.models import Dlrm
 from loka_jax.predict.trained import make_untrained
 from loka_jax.train.config import DlrmConfig, EmbeddingConfig
@@ -53,13 +53,13 @@ def test_sizes_up_to_the_runs_own_are_exported_for_both_platforms():
     assert seen.forms == [(*size, "auto", False) for size in sizes]
     sizes = [form[1] for form in asked(batch_size=600, platforms=("cpu",)).forms]
     assert sizes == [1, 16, 128, 600]
-    name, saved, _, size, _ = seen.plan_of.call_args_list[1].args
+    name, saved, _, size = seen.plan_of.call_args_list[1].args
     assert (name, size) == ("auto", ("cpu", 16))
     assert saved is seen.plans.from_json.return_value
     assert seen.plans.from_json.call_args.args[0] == "saved"
     seen.open_run.assert_called_once_with("run", best=True)
     assert seen.read_trained.call_args.args[1] is seen.schema_of.return_value
-    _, spec, _, out, _ = seen.write_model.call_args.args
+    _, spec, _, out = seen.write_model.call_args.args
     assert (spec, out) == (seen.inputs_as_given.return_value, "model")
 
 
@@ -82,7 +82,7 @@ def exported(tmp_path_factory):
     trained = make_untrained(config, SCHEMA)
     made = iter([make_form(trained, "cpu", 16, DispatchPlan())])
     out = tmp_path_factory.mktemp("exported") / "model"
-    return out, write_model(trained, inputs_as_given(SCHEMA), made, out, say=print)
+    return out, write_model(trained, inputs_as_given(SCHEMA), made, out)
 
 
 def test_a_program_equals_the_evaluation_step_and_refuses_other_ids(exported):
@@ -133,7 +133,7 @@ def test_a_damaged_folder_is_refused(exported, tmp_path):
         path.write_bytes(content)
     value = json.loads((copy / "model.json").read_text())
     del value["digest"]
-    value |= {"format": 2, "digest": loader.digest_of(value | {"format": 2})}
+    value |= {"format": 1, "digest": loader.digest_of(value | {"format": 1})}
     (copy / "model.json").write_text(json.dumps(value))
-    with pytest.raises(ValueError, match="has format 2, and this loader reads 1: use"):
+    with pytest.raises(ValueError, match="has format 1, and this loader reads 2: use"):
         loader.load(copy)

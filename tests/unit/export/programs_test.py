@@ -1,17 +1,79 @@
-"""Weights are kept once; a program names the only GPU that it runs on."""
+"""What runs at the sites of a program; it names its weights and its GPU."""
 
 from types import SimpleNamespace
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.first_use import CheckedPlan
+from loka_jax.dispatch.local import Local, shipped_path
+from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
-from loka_jax.export import forms, loader, programs
+from loka_jax.dispatch.policy import Decision
+from loka_jax.export import loader, programs
 from loka_jax.export.encoding import inputs_as_given
-from loka_jax.export.programs import Weights, make_program
 from loka_jax.ops.device import HOPPER
+from loka_jax.site import Choice
 from tests.support.export import blank_dlrm
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return blank_dlrm()
+
+
+def plan(**choices):
+    decisions = ((k, Decision(Choice.parse(v), "asked")) for k, v in choices.items())
+    return DispatchPlan(tuple(decisions))
+
+
+def sites(trained, rows):
+    return [site.path for site in trained.model.list_sites(DispatchPlan(), rows)]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_a_kernel_that_cannot_be_exported_has_its_twin(trained, platform):
+    first, second, *_ = sites(trained, 64)
+    asked = {first: "triton fp8_rowwise", second: "pallas fp8_rowwise"}
+    form = programs.make_form(trained, platform, 64, plan(**asked))
+    assert dict(form.model.choices) == {
+        path: Choice.parse("xla fp8_rowwise") for path in asked
+    }
+    assert "triton fp8_rowwise: JAX promises nothing" in form.twins[first]
+    assert "pallas fp8_rowwise: " in form.twins[second]
+    # The dot products of pairs run by Triton on a Hopper GPU only.
+    assert ("operations between sites" in form.twins) == (platform == "cuda")
+
+
+def test_dispatch_chooses_at_each_batch_size(trained, monkeypatch):
+    table = tables.read(shipped_path("NVIDIA H200"))
+    performance = PerformanceModel.of(table, fitted=table, device=HOPPER)
+    monkeypatch.setattr(programs, "runs_here", lambda platform: platform == "cuda")
+    monkeypatch.setattr(programs, "local_performance", lambda: Local(performance))
+    seen = []
+
+    def unchecked(make_plan, sites, performance, *_, pass_name):
+        assert pass_name == "inference"
+        seen.append({site.spec.m for site in sites})
+        return CheckedPlan(make_plan(performance), performance)
+
+    monkeypatch.setattr(programs, "check_plan", unchecked)
+    names = []
+    for rows in (16, 65536):
+        asked = "auto", DispatchPlan(), trained, ("cuda", rows)
+        choices = programs.plan_of(*asked).choices
+        names.append({path: choice.name for path, choice in choices})
+    assert seen == [{16}, {65536}]
+    assert names[0].keys() == names[1].keys() and names[0] != names[1]
+
+
+def test_without_its_gpu_a_program_keeps_the_runs_recipes(trained, monkeypatch):
+    monkeypatch.setattr(programs, "runs_here", lambda platform: platform == "cpu")
+    saved = plan(**{sites(trained, 16)[0]: "xla bf16"})
+    for form in (("cpu", 16), ("cuda", 16)):
+        assert programs.plan_of("auto", saved, trained, form) is saved
+        assert programs.plan_of("off", saved, trained, form) == DispatchPlan()
 
 
 @pytest.mark.parametrize("kernels, capability", [("mosaic_gpu_v2", "9.0"), ("", None)])
@@ -21,34 +83,26 @@ def test_a_program_with_kernels_names_their_gpu(monkeypatch, kernels, capability
         mlir_module=lambda: f"call @{kernels}", serialize=lambda: bytearray(b"program")
     )
     monkeypatch.setattr(programs, "export_function", lambda *_: (exported, ready))
-    trained, weights = blank_dlrm(), Weights()
+    trained, weights = blank_dlrm(), []
     runs = {"site": "pallas"}
-    form = forms.Form("cuda", 16, trained.config.model, HOPPER, runs, {"a": "b"})
+    form = programs.Form("cuda", 16, trained.config.model, HOPPER, runs, {"a": "b"})
     encoding = loader.Encoding(*inputs_as_given(trained.schema))
-    program = make_program(trained, form, encoding, weights)
-    assert program.content == b"program" and len(weights.arrays) == 2
+    program = programs.make_program(trained, form, encoding, weights)
+    assert program.content == b"program" and len(weights) == 2
     expected = {"platform": "cuda", "batch_size": 16, "compute_capability": capability}
-    expected |= {"weights": [*weights.arrays], "sites": runs, "twins": {"a": "b"}}
+    expected |= {
+        "weights": ["weight_0", "weight_1"],
+        "sites": runs,
+        "twins": {"a": "b"},
+    }
     assert program.as_json() == expected
 
 
 def test_without_its_kernels_a_form_is_for_every_gpu(monkeypatch):
-    monkeypatch.setattr(forms, "_device_of", lambda platform: HOPPER)
+    monkeypatch.setattr(programs, "_device_of", lambda platform: HOPPER)
     asked = blank_dlrm(), "cuda", 128, DispatchPlan()
-    with_kernels, form = [forms.make_form(*asked, by_xla=x) for x in (False, True)]
+    with_kernels, form = [programs.make_form(*asked, by_xla=x) for x in (False, True)]
     assert with_kernels.device == HOPPER
     assert any("pallas" in runs for runs in with_kernels.runs.values())
     assert form.device.compute_capability is None
     assert all(runs.startswith("xla ") for runs in form.runs.values())
-
-
-def test_only_weights_of_one_shape_and_dtype_are_kept_once():
-    """All of these have the same bytes."""
-    ones = jnp.ones(()), jnp.ones((1,)), jnp.ones((1, 1)), jnp.full((), 0x3F800000)
-    matrices = jnp.ones((2, 3)), jnp.ones((3, 2))
-    weights = Weights()
-    for weight in (*ones, *matrices) * 2:
-        kept = weights.arrays[weights.add(weight)]
-        assert (kept.shape, kept.dtype) == (weight.shape, weight.dtype)
-        assert np.array_equal(kept, weight)
-    assert len(weights.arrays) == len(ones) + len(matrices)

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from loka_jax.launch import supervisor as supervisor_lib
-from loka_jax.launch.processes import WORKDIR, Job
+from loka_jax.launch.job import WORKDIR, Job
 from loka_jax.launch.supervisor import End, Supervisor, describe_end, to_blame
 
 
@@ -100,7 +100,7 @@ def test_the_first_signal_decides_the_code_and_a_second_kills(
 def test_those_left_behind_by_a_stopped_job_are_late(supervised):
     made = children(*[[None, None]] * 9, *[[130, None]] * 9)
     assert supervised(made, signal.SIGINT) == End(130, late=(1,))
-    assert made.exit_codes.call_count == 13  # over three seconds after the first end
+    assert made.exit_codes.call_count == 14  # over three seconds after the first end
 
 
 def ended(tmp_path, end, log=None, saved=(), **options):

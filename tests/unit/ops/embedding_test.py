@@ -17,7 +17,6 @@ SPEC = embedding.TableSpec(rows=(3, 5, 2), dim=4)
 flat_ids = jax.jit(embedding.flat_ids, static_argnums=(0, 2))
 sum_by_row = jax.jit(embedding.sum_by_row, static_argnums=2)
 update_rows = jax.jit(embedding.update_rows, static_argnums=4)
-TRUE, FALSE = jnp.asarray(True), jnp.asarray(False)
 
 
 def zipf_ids(seed, shape, rows):
@@ -140,19 +139,19 @@ def test_sums_hold_no_scatter_whose_order_is_free():
     assert "scatter" not in sum_by_row.lower(ids, grads, 50).as_text()
 
 
-def test_only_touched_rows_move_and_none_of_a_step_that_is_disabled():
+def test_only_touched_rows_move_and_none_without_an_id():
     table, optimizer = support.normal(50, 4), Adam()
     state = jax.tree.map(lambda x: x + 1, optimizer.init(table))
     ids = jnp.asarray([3, 3, 49, 0, -1, 50, BAD_ID], jnp.int32)
     grads = support.normal(7, 4, seed=1)
-    new = update_rows(table, state, ids, grads, optimizer, 0.1, enabled=TRUE)
+    new = update_rows(table, state, ids, grads, optimizer, 0.1)
     moved = np.isin(np.arange(50), [0, 3, 49])
     pairs = zip(*map(jax.tree.leaves, ((table, state), new)), strict=True)
     for before, after in pairs:
         has_moved = np.any((before != after).reshape(50, -1), axis=1)
         np.testing.assert_array_equal(has_moved, moved)
     grads = grads * jnp.nan
-    new = update_rows(table, state, ids, grads, optimizer, 0.1, enabled=FALSE)
+    new = update_rows(table, state, ids * 0 + BAD_ID, grads, optimizer, 0.1)
     chex.assert_trees_all_equal(new, (table, state))
 
 
@@ -163,8 +162,7 @@ def test_a_donated_update_holds_no_second_table():
 
     def step(table, state, ids, grads):
         grads = embedding.lookup(table, ids) * grads
-        args = ids, grads, optimizer, 0.1
-        return embedding.update_rows(table, state, *args, enabled=TRUE)
+        return embedding.update_rows(table, state, ids, grads, optimizer, 0.1)
 
     operands = array((8,), jnp.int32), array((8, 16), jnp.float32)
     donating = jax.jit(step, donate_argnums=(0, 1)).lower(table, state, *operands)

@@ -32,7 +32,7 @@ each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 @functools.partial(jax.jit, static_argnums=0)
 def update_some(how, table, state, ids, grads):
     """Returns table and state after an update of the rows of ids."""
-    return embedding.update_rows(table, state, ids, grads, how, LR, enabled=TRUE)
+    return embedding.update_rows(table, state, ids, grads, how, LR)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -59,9 +59,9 @@ def test_blocks_keep_their_rows_and_few_wait(tmp_path, monkeypatch):
             yield Block(table.slice(start, size), numbers, "parts")
 
     found = []
-    for part in model.scored(blocks(), Counts()):
-        prices = part.rows["price"].to_numpy()
-        np.testing.assert_array_equal(part.scores, sigmoid(prices))
+    for rows, scores in model.scored(blocks(), Counts()):
+        prices = rows["price"].to_numpy()
+        np.testing.assert_array_equal(scores, sigmoid(prices))
         found.append(prices)
         # Of each row that was read, scores come at most a batch and a group later.
         assert sum(given) - sum(map(len, found)) < 4 + 4 + max(sizes)

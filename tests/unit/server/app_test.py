@@ -106,11 +106,8 @@ def test_rows_are_counted_against_those_that_may_wait():
     assert second[:2] == (503, {"error": "too many rows wait: send them later."})
 
 
-def test_a_worker_hands_on_its_limits_says_who_it_is_and_when_it_ends(monkeypatch):
-    given = {}
-    monkeypatch.setattr(app, "Batcher", lambda run, **limits: given.update(limits))
-    worker = app.Worker(Doubler(), app.Limits(max_rows=3, wait_ms=20.0, max_waiting=7))
-    assert given == {"max_rows": 3, "wait_s": 0.02, "max_waiting": 7}
+def test_a_worker_says_who_it_is_and_when_it_ends():
+    worker = app.Worker(Doubler(), app.Limits())
     said = asyncio.run(worker._health(SimpleNamespace()))
     assert json.loads(said.text) == {"model": "doubler", "worker": os.getpid()}
     worker._ending.set()

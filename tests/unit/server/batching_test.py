@@ -6,7 +6,9 @@ import threading
 
 import pytest
 
-from loka_jax.server import Batcher, Busy
+pytest.importorskip("aiohttp")
+
+from loka_jax.server.app import Batcher, Busy, Limits
 
 LONG = 3600.0  # more than a test may take
 
@@ -31,9 +33,8 @@ def run(values, *, function=None, max_rows=4, wait_s=0.05, **limits):
 @contextlib.asynccontextmanager
 async def working(function, *, max_rows, wait_s=LONG, max_waiting=100):
     """Yields a batcher that works."""
-    batcher = Batcher(
-        function, max_rows=max_rows, wait_s=wait_s, max_waiting=max_waiting
-    )
+    how = dict(max_rows=max_rows, wait_ms=1e3 * wait_s, max_waiting=max_waiting)
+    batcher = Batcher(function, Limits(**how))
     work = asyncio.create_task(batcher.work())
     yield batcher
     work.cancel()
@@ -48,7 +49,7 @@ def test_a_batch_holds_as_many_rows_as_fit_and_waits_no_longer():
     assert (results, batches) == ([10, 20, 30], [[1], [2], [3]])
 
 
-def test_a_request_waits_for_others_and_no_longer_than_it_is_to():
+def test_a_request_waits_for_others_and_no_longer_than_it_is_to(monkeypatch):
     async def main():
         async with working(list, max_rows=2) as batcher:
             first = asyncio.create_task(batcher.result("a", 1))
@@ -57,7 +58,10 @@ def test_a_request_waits_for_others_and_no_longer_than_it_is_to():
             return await batcher.result("b", 1), await first
 
     assert asyncio.run(main()) == ("b", "a")
-    assert run([("a", 1)], max_rows=100, wait_s=0.02, function=list)[0] == ["a"]
+    timeout, waits = asyncio.timeout, []
+    monkeypatch.setattr(asyncio, "timeout", lambda s: waits.append(s) or timeout(0.02))
+    assert run([("a", 1)], max_rows=100, wait_s=0.5, function=list)[0] == ["a"]
+    assert waits[0] == 0.5
 
 
 def test_more_rows_than_may_wait_are_refused_until_others_are_answered():

@@ -9,11 +9,12 @@ import pytest
 
 from loka_jax import nn
 from loka_jax.data import WHOLE, Position
+from loka_jax.dispatch.gradient_wire import GradientSum
 from loka_jax.optim import OptimConfig, make_schedule
 from loka_jax.train import build as build_lib
 from loka_jax.train.build import build, build_in_turn
 from loka_jax.train.config import EmbeddingConfig
-from loka_jax.train.mesh.devices import GradientSum, MeshConfig
+from loka_jax.train.mesh.devices import MeshConfig
 from loka_jax.train.placement import Placement
 from loka_jax.train.processes.group import Processes
 from tests.support import train as support

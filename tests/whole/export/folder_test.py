@@ -12,7 +12,7 @@ from loka_jax import nn, scaling
 from loka_jax.data.generated import schema_of
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import Decision
-from loka_jax.export import folder, forms, loader
+from loka_jax.export import folder, loader, programs
 from loka_jax.export.encoding import inputs_as_given
 from loka_jax.export.programs import evaluation_logits
 from loka_jax.ops.device import HOPPER
@@ -31,7 +31,7 @@ def test_a_cross_network_is_fused_in_evaluation_and_export(tmp_path):
     one = scaling.stored(jnp.ones(3), get_recipe(model.recipe)).table
     scales = jax.tree.map(lambda _: one, start.state.fp8)
     trained = start._replace(state=dataclasses.replace(start.state, fp8=scales))
-    form = forms.make_form(trained, "cpu", 32, DispatchPlan())
+    form = programs.make_form(trained, "cpu", 32, DispatchPlan())
     spec = inputs_as_given(schema)
     found = folder.write_model(trained, spec, iter([form]), tmp_path / "model")
     assert form.model.scales_initialized
@@ -62,12 +62,12 @@ def test_programs_for_a_hopper_gpu_are_given_what_they_were_made_for(
     norm, recipe, fused_wide, tmp_path, monkeypatch
 ):
     """Tracing compares the shape and dtype of each argument with the program's."""
-    monkeypatch.setattr(forms, "_device_of", lambda platform: HOPPER)
+    monkeypatch.setattr(programs, "_device_of", lambda platform: HOPPER)
     monkeypatch.setattr(folder, "runs_here", lambda platform: False)
     trained = blank_dlrm(norm=norm, recipe=recipe, fused_wide=fused_wide)
     plans = {1: kernels_of(trained, 1), 128: kernels_of(trained, 128)}
     plans[16] = DispatchPlan()  # each layer as it is where nothing is chosen
-    made = (forms.make_form(trained, "cuda", *item) for item in plans.items())
+    made = (programs.make_form(trained, "cuda", *item) for item in plans.items())
     out = tmp_path / "model"
     found = folder.write_model(trained, inputs_as_given(trained.schema), made, out)
     by_mosaic = {p.compute_capability == "9.0" for p in found.programs}

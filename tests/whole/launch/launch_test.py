@@ -45,6 +45,10 @@ class Launched:
 
     def pids(self):
         """Returns the process ids of the ranks."""
+        return self.children()[-self.processes :]
+
+    def children(self):
+        """Returns those of what copies the output of the first, and of the ranks."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return [int(child) for child in children]
@@ -105,6 +109,16 @@ def test_processes_end_with_a_supervisor_that_is_killed(tmp_path):
     os.kill(job.process.pid, signal.SIGKILL)
     assert job.end()[0] == -signal.SIGKILL
     wait_until(lambda: not any(map(is_alive, children)))
+
+
+def test_a_signal_to_all_processes_loses_no_output(tmp_path):
+    job = Launched(tmp_path, "deaf")
+    job.wait_until_said("waiting")
+    for pid in job.children():
+        os.kill(pid, signal.SIGTERM)
+    job.wait_until_said(f"heard {signal.SIGTERM}")
+    job.process.kill()
+    job.end()
 
 
 def test_a_job_ends_though_its_output_is_no_longer_read(tmp_path):

@@ -104,8 +104,8 @@ def update_of(optimizer, n, dim, dtype=F32):
     state = jax.eval_shape(optimizer.init, table)
 
     def update(table, state, ids, grads):
-        rest = dict(enabled=jnp.asarray(True), implementation="triton")
-        return embedding.update_rows(table, state, ids, grads, optimizer, 0.1, **rest)
+        operands = table, state, ids, grads, optimizer, 0.1
+        return embedding.update_rows(*operands, implementation="triton")
 
     return update, (table, state, ids, shape(n, dim, dtype=dtype))
 

@@ -20,7 +20,6 @@ skip_without_triton()
 
 BAD_ID = embedding.BAD_ID
 KINDS = ["zipf", "equal", "distinct", "one long", "pairs", "bad", "all bad"]
-TRUE = jnp.asarray(True)
 anywhere_ = pytest.mark.usefixtures("anywhere")
 ADAGRAD = RowwiseAdagrad(eps=1e-6, initial_accumulator=0.1)
 # Eagerly, each level of XLA's sums is dozens of dispatches; the interpreter takes no
@@ -85,7 +84,7 @@ def check_sums(kind, n, dim, dtype=jnp.float32):
 
 
 def problem_of(optimizer, kind, n, dim, dtype=jnp.float32, table_dtype=jnp.float32):
-    """Returns the operands of `update_rows`, `enabled` aside."""
+    """Returns the operands of `update_rows`."""
     ids, rows = _ids(kind, n)
     table = support.normal(rows, dim, seed=1)
     state = jax.tree.map(lambda x: x + jnp.ones_like(x), optimizer.init(table))
@@ -96,8 +95,8 @@ def problem_of(optimizer, kind, n, dim, dtype=jnp.float32, table_dtype=jnp.float
 def check_update(optimizer, kind, n, dim, **dtypes):
     """Checks an update of a table, and that it leaves other rows alone."""
     operands = problem_of(optimizer, kind, n, dim, **dtypes)
-    theirs = jax.tree.leaves(_update_by_xla(*operands, enabled=TRUE))
-    ours = jax.tree.leaves(update(*operands, enabled=TRUE))
+    theirs = jax.tree.leaves(_update_by_xla(*operands))
+    ours = jax.tree.leaves(update(*operands))
     touched = np.isin(np.arange(len(operands[0])), operands[2])
     # Two trees of sums in float32, of some thousand terms; or one rounding of theirs.
     is_narrow = operands[0].dtype == jnp.bfloat16
@@ -138,10 +137,9 @@ def test_nan_stays_in_its_row():
     np.testing.assert_array_equal(np.delete(sums, 4, 0), np.full((8, 2), 11.0))
     assert not np.isfinite(sums[4]).any()
     table = jnp.zeros((9, 2))
-    for enabled in (True, False):
-        rest = Sgd(), 1.0
-        new, _ = update(table, (), ids, grads, *rest, enabled=jnp.asarray(enabled))
-        np.testing.assert_array_equal(new, -sums if enabled else table)
+    for known, want in ((ids, -sums), (jnp.full_like(ids, embedding.BAD_ID), table)):
+        new, _ = update(table, (), known, grads, Sgd(), 1.0)
+        np.testing.assert_array_equal(new, want)
 
 
 @anywhere_
@@ -186,10 +184,10 @@ def test_rows_are_rounded_by_the_bits_of_the_twin():
         7, jnp.asarray(3), Order(rows * 4, shards), dim, first
     )
     operands, rounded = (table, (), ids, grads), embedding.Rounded(Sgd(), rounding)
-    ours, _ = update(*operands, rounded, 2**-9, enabled=TRUE)
-    how = dict(enabled=TRUE, implementation="xla")
+    ours, _ = update(*operands, rounded, 2**-9)
+    how = dict(implementation="xla")
     by_xla = lambda *x: embedding.update_rows(*x, rounded, 2**-9, **how)  # noqa: E731
     theirs, _ = jax.jit(by_xla)(*operands)
-    nearest, _ = update(*operands, Sgd(), 2.0**-9, enabled=TRUE)
+    nearest, _ = update(*operands, Sgd(), 2.0**-9)
     np.testing.assert_array_equal(ours, theirs)
     assert np.any(np.asarray(ours != nearest))

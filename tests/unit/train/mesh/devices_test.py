@@ -1,22 +1,18 @@
 """Which devices form a mesh, what it cannot do, and how gradients travel on it."""
 
 import dataclasses
-import functools
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from loka_jax.dispatch import gradient_wire
 from loka_jax.ops.tables import TableSpec, with_dims
 from loka_jax.optim import OptimConfig
 from loka_jax.train.config import EmbeddingConfig, LoopConfig
 from loka_jax.train.mesh import devices
 from loka_jax.train.mesh.devices import (
-    CollectivesConfig,
     MeshConfig,
-    choose_gradient_sum,
     mesh_of,
     require_places,
     used_devices,
@@ -49,7 +45,7 @@ def eight(monkeypatch):
     ],
 )
 def test_meshes_say_how_many_devices_they_use(monkeypatch, options, hosts, shape):
-    monkeypatch.setattr(devices, "hosts", lambda _: hosts)
+    monkeypatch.setattr(devices, "hosts", lambda: hosts)
     mesh = mesh_of(MeshConfig(**options), 96, 1)
     (groups, shards), used = shape, mesh.size
     assert mesh.devices.tolist() == np.arange(used).reshape(shape).tolist()
@@ -105,22 +101,3 @@ def test_rows_must_have_places_on_the_devices():
     for tables in (one, mixed):
         with pytest.raises(ValueError, match="over 2 devices do .* raise --mesh.shard"):
             require_places(tables, SimpleNamespace(shape={"shard": 2}))
-
-
-def test_auto_takes_what_was_measured_to_be_faster(tmp_path, monkeypatch):
-    params = {"a": np.zeros((3, 5)), "b": np.zeros(1)}
-    us = {"f32": {"1000": 100.0}, "int8 xla": {"1000": 10.0}}
-    host = {"device": "cpu", "devices": 8, "source": "here", "us": us}
-    gradient_wire.add(tmp_path / "table.json", host)
-    read = functools.partial(gradient_wire.read, tmp_path / "table.json")
-    monkeypatch.setattr(gradient_wire, "read", read)
-    found = choose_gradient_sum(CollectivesConfig(), params, 8)
-    assert (found.wire, found.num_bytes) == ("int8", 64)
-    assert "f32 100, int8 10 us" in found.reason
-    assert choose_gradient_sum(CollectivesConfig(), params, 4).wire == "f32"
-    asked = CollectivesConfig(gradients="bf16")
-    assert choose_gradient_sum(asked, params, 8)[:2] == ("bf16", "as asked")
-    # Between hosts times are others.
-    monkeypatch.setattr(devices, "hosts", lambda environment: 2)
-    found = choose_gradient_sum(CollectivesConfig(), params, 8)
-    assert found.wire == "f32" and "8 x cpu of 2 hosts" in found.reason

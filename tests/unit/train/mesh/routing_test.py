@@ -53,6 +53,19 @@ def run_alone(capacity, batch):
     return with_needs([routed_of(capacity, batch)])
 
 
+def needs_routed(router, batches):
+    """Returns what the batches need that a program of steps on others routes."""
+    found = []
+
+    def program(state, placed, routed, coming, spent):
+        found.extend(np.max(batch.ids) for batch in coming)
+        made = [routed_of(router.capacity, batch) for batch in coming]
+        return state, None, with_needs(made)
+
+    router.run(program, {}, batches)
+    return found
+
+
 def router_of(steps_per_call=1):
     """Returns a router, and the capacity of each batch that it has routed alone."""
     router, alone = Router(ONE, TABLES, steps_per_call=steps_per_call), []
@@ -92,23 +105,18 @@ def test_a_step_routes_the_batch_of_three_steps_or_two_calls_later(per_call, ahe
         assert all(a is b for a, b in zip(taken, batches[first:], strict=False))
         assert made[-1] == min(first + per_call - 1 + ahead, 9)
         alone.clear()
-        placed, routed = router.together(taken)
+        _, routed = router.together(taken)
         assert bool(alone) == (first < ahead)  # later ones were routed by a step
         assert [one.counts.need for one in routed] == [np.max(x.ids) for x in taken]
-        coming = router.next_to_route(taken, placed)
         later = batches[first + ahead : first + ahead + per_call] or taken
-        assert [np.max(x.ids) for x in coming] == [np.max(x.ids) for x in later]
-        made_by_step = [routed_of(router.capacity, one) for one in coming]
-        router.keep(taken, routed, with_needs(made_by_step))
+        assert needs_routed(router, taken) == [np.max(x.ids) for x in later]
 
 
 def test_what_was_routed_before_lists_grew_is_routed_again():
     router, _ = router_of(2)
     steps = router.look_ahead(enumerate(map(batch_of, (4, 5, 6, 256, 7, 8))))
     _, batch = next(steps)
-    placed, routed = router.together([batch])
-    (coming,) = router.next_to_route([batch], placed)
-    router.keep([batch], routed, run_alone(16, coming))
+    assert needs_routed(router, [batch]) == [7]
     taken = [batch for _, batch in itertools.islice(steps, 2)]
     _, routed = router.together(taken)
     assert [one.capacity for one in routed] == [16, 16]

@@ -13,7 +13,6 @@ from loka_jax.train.processes.group import (
     connection,
     hosts,
     leave,
-    per_host,
     start,
 )
 
@@ -38,24 +37,30 @@ RUN |= dict(num_processes=8, process_id=5, local_device_ids=[1])
         ),
     ],
 )
-def test_a_process_connects_as_its_environment_says(environment, expected):
-    assert connection(environment) == expected
+def test_a_process_connects_as_its_environment_says(monkeypatch, environment, expected):
+    monkeypatch.setattr(os, "environ", environment)
+    assert connection() == expected
 
 
-def test_processes_of_a_host_and_hosts_are_counted(monkeypatch):
-    assert per_host({}) == per_host({"SLURM_STEP_TASKS_PER_NODE": "1"}) == 1
-    assert per_host({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}) == 4
-    assert per_host({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4"}) == 8
+def test_hosts_are_counted(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 8)
-    assert hosts({"LOCAL_WORLD_SIZE": "4"}) == 2 and hosts({}) == 8
-    assert hosts({"LOCAL_WORLD_SIZE": "16"}) == 1
+    for environment, count in (
+        ({}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),4"}, 2),
+        ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}, 2),
+        ({"LOCAL_WORLD_SIZE": "16"}, 1),
+    ):
+        monkeypatch.setattr(os, "environ", environment)
+        assert hosts() == count
 
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "MASTER_PORT"])
-def test_a_missing_variable_is_named(name):
+def test_a_missing_variable_is_named(monkeypatch, name):
     rest = {key: value for key, value in TORCHRUN.items() if key != name}
+    monkeypatch.setattr(os, "environ", rest)
     with pytest.raises(ValueError, match=f"^{name} is None .* loka_jax.launch"):
-        connection(rest)
+        connection()
 
 
 # 143 is of a run that all processes have saved: they end together.
@@ -86,7 +91,7 @@ def test_processes_wait_for_each_other_if_they_have_not_failed(
 
 def test_a_process_connects_once_and_notices_a_death_soon(monkeypatch):
     initialize = mock.Mock()
-    monkeypatch.setattr(group, "connection", lambda environment: {"process_id": 1})
+    monkeypatch.setattr(group, "connection", lambda: {"process_id": 1})
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax.distributed, "initialize", initialize)

@@ -13,9 +13,8 @@ from loka_jax.data import DataConfig, generated
 from loka_jax.optim import OptimConfig
 from loka_jax.train import build as build_lib
 from loka_jax.train.mesh.devices import MeshConfig
-from loka_jax.train.planner.mesh_plan import Rates, estimate
-from loka_jax.train.planner.mesh_workload import workload_of
-from loka_jax.train.planner.step_sizes import SPARE, Mesh
+from loka_jax.train.planner.mesh_plan import Mesh, Rates, estimate
+from loka_jax.train.planner.workload import SPARE, workload_of
 from tests.support import train as support
 from tests.support.mesh import collectives
 

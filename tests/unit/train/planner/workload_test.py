@@ -10,9 +10,8 @@ from loka_jax.data.planted import ZIPF, expected_distinct
 from loka_jax.models import Dlrm
 from loka_jax.train.config import DlrmConfig, EmbeddingConfig, LoopConfig
 from loka_jax.train.mesh.devices import MeshConfig
-from loka_jax.train.planner.mesh_plan import Rates, estimate
-from loka_jax.train.planner.mesh_workload import workload_of
-from loka_jax.train.planner.step_sizes import Mesh
+from loka_jax.train.planner.mesh_plan import Mesh, Rates, estimate
+from loka_jax.train.planner.workload import workload_of
 from tests.support.train import DATA
 
 BATCH = 48
