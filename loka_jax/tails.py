@@ -153,17 +153,15 @@ class Written(NamedTuple):
 
 
 class CrossTail(NamedTuple):
-    """The outputs of a cross tail, `y = x0 * s` with s a sum, either way.
+    """The outputs of a cross tail, `y = x0 * s` with s a sum, each way.
 
     Attributes:
         y: the product, in the requested forms.
-        s: bfloat16; None if not requested.
         row_sum: float32, the sum of y over its rows; None if not requested.
         dots: float32, the products of its rows and a head; None without one.
     """
 
     y: Written
-    s: Float[Array, "m n"] | None
     row_sum: Float[Array, "n"] | None
     dots: Float[Array, "m"] | None
 

@@ -37,8 +37,7 @@ from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.tailed_products import Site, Tailed, read_states, why_not_tailed
 from loka_jax.scaling import DelayedScaling
 from loka_jax.tails import CrossGradients, CrossTail, Forms, Outer, Scaled, Written
-from loka_jax.triton import cross_tail
-from loka_jax.triton.cross_gradient import MAX_LAYERS
+from loka_jax.triton import tails
 
 # Of the kernels of a network; the last one casts the weights.
 FAMILIES = ("cross_tail", "joined_cast", "norm_tail")
@@ -117,8 +116,7 @@ def cross_network(
         axis_names: mesh axes over which rows are spread, under `shard_map`.
         implementation: of the tails: "triton" requires its kernels; "xla"; None is
             Triton if it is installed, the GPU is a Hopper and its kernels support the
-            operands, else XLA. The gradient of the features of more than `MAX_LAYERS`
-            layers is XLA's in any case.
+            operands, else XLA.
 
     Raises:
         ValueError: if the plans are not served (see `why_not`), if Triton is required
@@ -143,7 +141,7 @@ def check(crossed: Crossed) -> str | None:
         raise ValueError(f"cross_network: {reason}.")
     specs = [plan.spec for layer in crossed.plans for plan in layer]
     sizes = {(spec.m, spec.n) for spec in specs} | {x.shape for x in crossed.x0}
-    refusals = (cross_tail.why_not(m, n) for m, n in sorted(sizes))
+    refusals = (tails.why_not(m, n) for m, n in sorted(sizes))
     return next(filter(None, refusals), None)
 
 
@@ -222,15 +220,12 @@ def propagate(
             scale_inv = following.scale_inv("lhs", want)
         elif following is not None:
             want, head = dataclasses.replace(want, bf16=False), following
-        is_full = len(summands) == cross_tail.MAX_SUMMANDS and i + 1 < len(sites)
         out = network.tail(
             "cross_tail",
             *(summands, factor, bias, head),
-            static=dict(want=want, keep_s=is_full),
+            static=dict(want=want),
             y_scale_inv=scale_inv,
         )
-        if is_full:
-            summands, bias = (Scaled(out.s),), jnp.zeros_like(bias)
         x = out.y
         all_lhs.append(lhs)
         all_rhs.append(rhs)
@@ -301,28 +296,23 @@ def pull_back(
     summands, all_d, gradients, all_amaxes = (d,), [d], [], []
     layers = zip(sites, kept.lhs, kept.rhs, biases, strict=True)
     for i, (own, lhs, rhs, bias) in reversed(list(enumerate(layers))):
-        is_full = len(summands) == cross_tail.MAX_SUMMANDS and i > 0
         has_bias = bias is not None
         want = own[-1].forms("g", keep=True)
         out = network.tail(
             "cross_tail",
             *(summands, kept.x0, None, None),
-            static=dict(want=want, keep_s=is_full, has_row_sum=has_bias),
+            static=dict(want=want, has_row_sum=has_bias),
             y_scale_inv=own[-1].scale_inv("g", want),
         )
         kernels, d, amaxes = _gradients(own, lhs, rhs, out.y)
         gradients.append(CrossLayer(kernels, out.row_sum))
         all_amaxes.append(amaxes)
-        summands = (Scaled(out.s), d) if is_full else (*summands, d)
+        summands = (*summands, d)
         all_d.append(d)
-    # Triton's kernel has operands for so many layers.
-    run = (
-        network if len(sites) <= MAX_LAYERS else network._replace(implementation="xla")
-    )
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in x0)
     last = tuple(reversed(all_d))
     x = kept.x0 if isinstance(last[-1], Outer) else None
-    dx0 = run.tail(
+    dx0 = network.tail(
         "cross_gradient",
         *(last, kept.z, biases, other, x),
         static=dict(parts=types, shape=sites[0][0].shape("lhs")),

@@ -26,7 +26,7 @@ from loka_jax.ops.products import Products, read_state
 from loka_jax.recipe import OPERANDS, ROLE_OPERANDS, Cast, Operand, Role
 from loka_jax.scaling import DelayedScaling
 from loka_jax.tails import Forms, Fp8Copies, Scale, Scaled, Written
-from loka_jax.triton import cross_gradient, cross_tail, joined_cast, norm_tail
+from loka_jax.triton import tails
 from loka_jax.xla.tails import decode, in_bf16
 
 # The dims that the operands of a role's product contract.
@@ -40,13 +40,6 @@ _READERS: dict[Operand, tuple[Role, ...]] = {
     "lhs": ("fwd", "drhs"),
     "rhs": ("fwd", "dlhs"),
     "g": ("dlhs", "drhs"),
-}
-_TRITON = {
-    "cross_gradient": cross_gradient.cross_gradient,
-    "cross_tail": cross_tail.cross_tail,
-    "joined_cast": joined_cast.joined_cast,
-    "norm_tail": norm_tail.norm_tail,
-    "norm_tail_backward": norm_tail.norm_tail_backward,
 }
 _CAST = Epilogue("none")
 # Of a product in FP8: what 1 stands for is 2^_UNIT_EXPONENT sqrt(k). Delayed scales put
@@ -152,7 +145,7 @@ class Tailed(NamedTuple):
         """Runs a tail by its provider."""
         if self.implementation == "xla":
             return getattr(xla, name)(*operands, **static, **scale_inv)
-        run = functools.partial(_TRITON[name], **static)
+        run = functools.partial(getattr(tails, name), **static)
         return by_kernel(lambda x, scale: run(*x, **scale), operands, scale_inv)
 
 

@@ -43,7 +43,7 @@ from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.tailed_products import Site, Tailed, read_states, why_not_tailed
 from loka_jax.scaling import DelayedScaling
 from loka_jax.tails import Forms, Scale, Scaled, Written
-from loka_jax.triton import norm_tail
+from loka_jax.triton import tails
 from loka_jax.xla.matmul import cut
 from loka_jax.xla.tails import decode, in_bf16
 
@@ -78,8 +78,8 @@ def why_not(plan: KernelPlan) -> str | None:
         return "it hands FP8 on, or takes it"
     return (
         why_not_tailed([plan])
-        or norm_tail.why_not(spec.m, spec.k, norm="none")
-        or norm_tail.why_not(spec.m, spec.n, norm=spec.norm)
+        or tails.why_not(spec.m, spec.k)
+        or tails.why_not(spec.m, spec.n)
     )
 
 
@@ -133,7 +133,7 @@ def wide_stack(
     """
     check(plans)
     m, k = x.shape
-    reason = norm_tail.why_not(m, k, norm=input_norm)
+    reason = tails.why_not(m, k)
     if reason is not None:
         raise ValueError(f"wide_stack: {reason}.")
     tailed = Tailed(plans, axis_names, triton.chosen(implementation, None, "norm_tail"))

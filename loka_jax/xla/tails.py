@@ -51,7 +51,6 @@ def cross_tail(
     *,
     want: Forms,
     y_scale_inv: Scale | None = None,
-    keep_s: bool = False,
     has_row_sum: bool = False,
 ) -> CrossTail:
     """Returns `y = x0 * s`, s the sum of the summands and the bias, in float32.
@@ -64,7 +63,6 @@ def cross_tail(
     y = cut(decode(x0), shape) * s
     return CrossTail(
         y=write(y, want, y_scale_inv),
-        s=_pad(s.astype(jnp.bfloat16), want) if keep_s else None,
         row_sum=jnp.sum(y, axis=0) if has_row_sum else None,
         dots=None if head is None else jnp.sum(y * head[None, :], axis=1),
     )
