@@ -37,7 +37,7 @@ from loka_jax import nn
 from loka_jax.measure.roofline import Roofline, measure_roofline
 from loka_jax.measure.timing import profile_kernels, time_chains
 from loka_jax.recipe import INITIALIZED, get_recipe
-from loka_jax.site import PROVIDERS, Provider
+from loka_jax.site import ALONE, Provider
 
 FLAX, FLAX_FP8 = "flax bf16", "flax fp8"
 ARMS = (
@@ -147,7 +147,7 @@ def layers(arm: str, features: tuple[int, ...], *, scales_initialized: bool = Fa
             is_fp8=arm == FLAX_FP8,
         )
     provider, _, recipe = arm.partition(" ")
-    providers: dict[str, Provider | None] = {name: name for name in PROVIDERS}
+    providers: dict[str, Provider | None] = {name: name for name in ALONE}
     providers["auto"] = None
     if provider not in providers:
         raise ValueError(

@@ -52,22 +52,22 @@ def cross_tail_kernel(given, out, of: tl.constexpr):
 @triton.jit
 @no_type_check
 def cross_gradient_kernel(given, out, of: tl.constexpr):
-    """Writes `d_0 + other + sum over l of d_l * s_l`, `s_l = 1 + z_1 + .. + z_l`.
+    """Writes `d_0 + sum over l of d_l * s_l`, `s_l = 1 + z_1 + .. + z_l`.
 
-    Each z with its bias. The last d may be an outer product, of which the gradient of
-    the row is written, too, as partial sums of x0 * s.
+    Each z with its bias. An outer product may be added to the last d; the gradient of
+    its row is written, too, as partial sums of e * x0 * s.
     """
     row, column = first_of_tile(of)
-    c = decode(given.gradients[0], row, column, of)
-    if given.other is not None:
-        c += decode(given.other, row, column, of)
+    c = tl.zeros((of.block_m, of.block_n), tl.float32)
+    for j in tl.static_range(len(given.gradients[0])):
+        c += decode(given.gradients[0][j], row, column, of)
     s = tl.full((of.block_m, of.block_n), 1.0, tl.float32)
     for i in tl.static_range(len(given.products)):
         s += decode(given.products[i], row, column, of)
         if given.biases[i] is not None:
             s += columns_of(given.biases[i], column, of)
-        if i + 1 < len(given.gradients):
-            c += s * decode(given.gradients[i + 1], row, column, of)
+        for j in tl.static_range(len(given.gradients[i + 1])):
+            c += s * decode(given.gradients[i + 1][j], row, column, of)
     if given.outer is not None:
         e = read_vector(given.outer.column, row, of.m, of.block_m)[:, None]
         x = decode(given.x0, row, column, of)

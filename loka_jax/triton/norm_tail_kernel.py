@@ -33,7 +33,7 @@ _GELU_CUBIC = tl.constexpr(0.044715)
 @triton.jit
 @no_type_check
 def norm_tail_kernel(given, out, of: tl.constexpr):
-    """Writes `y = activation(gamma norm(z + bias + r) + beta)`, xhat and rstd.
+    """Writes `y = activation(gamma norm(z + bias) + beta)`, xhat and rstd.
 
     xhat times `of.xhat_scale`.
     """
@@ -74,7 +74,7 @@ def norm_tail_kernel(given, out, of: tl.constexpr):
 @triton.jit
 @no_type_check
 def norm_tail_backward_kernel(given, out, of: tl.constexpr):
-    """Writes the gradient of the norm's argument, where `d + r` is that of y.
+    """Writes the gradient of the norm's argument, from the summands of that of y.
 
     And partial sums over rows for the bias, gamma and beta.
     """
@@ -139,11 +139,18 @@ def norm_tail_backward_kernel(given, out, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def _sum(summands, row, column, of: tl.constexpr):
+    total = decode(summands[0], row, column, of)
+    for i in tl.static_range(1, len(summands)):
+        total += decode(summands[i], row, column, of)
+    return total
+
+
+@triton.jit
+@no_type_check
 def _argument(given, row, column, of: tl.constexpr):
-    """Returns a tile of `z + bias + r`, zeros past the end of the columns."""
-    v = decode(given.z, row, column, of)
-    if given.r is not None:
-        v += read(given.r, row, column, of)
+    """Returns a tile of the sum and the bias, zeros past the end of the columns."""
+    v = _sum(given.summands, row, column, of)
     if given.vectors.bias is not None:
         v += columns_of(given.vectors.bias, column, of)
     return v
@@ -199,9 +206,7 @@ def _kept(given, row, column, of: tl.constexpr):
 @no_type_check
 def _gradient(v, given, row, column, of: tl.constexpr):
     """Returns the gradient of the activation's argument, zeros past the end of rows."""
-    g = decode(given.d, row, column, of)
-    if given.r is not None:
-        g += read(given.r, row, column, of)
+    g = _sum(given.gradients, row, column, of)
     return g * slope(_affine(v, given.vectors, column, of), of.activation)
 
 

@@ -12,6 +12,7 @@ holds them.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -34,7 +35,6 @@ from loka_jax.tails import (
     CrossGradients,
     CrossTail,
     Forms,
-    Fp8Copies,
     NormTail,
     NormTailGradients,
     Outer,
@@ -96,8 +96,7 @@ def why_not(m: int, n: int, *operands: Scaled | Array | None) -> str | None:
 
 
 def norm_tail(
-    z: Scaled,
-    r: Float[Array, "m n"] | None = None,
+    summands: Sequence[Scaled],
     vectors: NormVectors = NO_VECTORS,
     *,
     epilogue: Epilogue,
@@ -109,7 +108,7 @@ def norm_tail(
     """Returns what `xla.norm_tail` does.
 
     Args:
-        z, r, vectors, epilogue, want, y_scale_inv, xhat: as there.
+        summands, vectors, epilogue, want, y_scale_inv, xhat: as there.
         tile: None for the fastest that is known.
 
     Raises:
@@ -117,7 +116,7 @@ def norm_tail(
             are given to a norm without them.
         ImportError: if jax-triton is not installed.
     """
-    run = _Run.of("norm_tail", z.data, want, z, r)
+    run = _Run.of("norm_tail", summands[0].data, want, *summands)
     of = _norm_constants(epilogue, run.n, vectors)
     is_kept, is_norm = xhat is not None, epilogue.norm != "none"
     dtype = jnp.bfloat16 if xhat is None or not is_norm else xhat
@@ -126,7 +125,7 @@ def norm_tail(
     from loka_jax.triton import norm_tail_kernel  # not above: it imports Triton
 
     tile = _tile(tile, epilogue, run.n, vectors, want)
-    given = dict(z=z, r=r, vectors=vectors, scale_inv=y_scale_inv)
+    given = dict(summands=tuple(summands), vectors=vectors, scale_inv=y_scale_inv)
     out = dict(
         y=run.types(tile),
         xhat=_type(run.out_shape, dtype) if is_kept else None,
@@ -139,8 +138,7 @@ def norm_tail(
 
 
 def norm_tail_backward(
-    d: Scaled,
-    r: Float[Array, "m n"] | None,
+    gradients: Sequence[Scaled],
     residuals: NormResiduals,
     vectors: NormVectors = NO_VECTORS,
     *,
@@ -154,21 +152,20 @@ def norm_tail_backward(
     Deterministic. Raises what `norm_tail` does.
     """
     xhat, rstd = residuals
-    run = _Run.of("norm_tail_backward", d.data, want, d, r, xhat)
+    run = _Run.of("norm_tail_backward", gradients[0].data, want, *gradients, xhat)
     of = _norm_constants(epilogue, run.n, vectors)
     tile = _tile(tile, epilogue, run.n, vectors, want)
     programs = math.ceil(tile.tiles(run.m, 1)[0] / tile.repeat)
     from loka_jax.triton import norm_tail_kernel
 
     sums = jax.tree.map(lambda _: _type((programs, run.n)), vectors)
-    given = dict(
-        d=d, r=r, xhat=xhat, rstd=rstd, vectors=vectors, scale_inv=dz_scale_inv
-    )
+    given = dict(gradients=tuple(gradients), xhat=xhat, rstd=rstd, vectors=vectors)
     of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, xhat.dtype), repeat=tile.repeat)
     kernel = norm_tail_kernel.norm_tail_backward_kernel
+    given |= dict(scale_inv=dz_scale_inv)
     out = run(kernel, tile, given, dict(dz=run.types(tile), sums=sums), **of)
-    gradients = jax.tree.map(lambda parts: jnp.sum(parts, axis=0), out.sums)
-    return NormTailGradients(_written(out.dz, dz_scale_inv), gradients)
+    of_vectors = jax.tree.map(lambda parts: jnp.sum(parts, axis=0), out.sums)
+    return NormTailGradients(_written(out.dz, dz_scale_inv), of_vectors)
 
 
 def cross_tail(
@@ -212,10 +209,9 @@ def cross_tail(
 
 
 def cross_gradient(
-    gradients: Sequence[Scaled | Outer],
+    gradients: Sequence[Sequence[Scaled | Outer]],
     products: Sequence[Scaled],
     biases: Sequence[Float[Array, "n"] | None],
-    other: Scaled | None = None,
     x0: Scaled | None = None,
     *,
     parts: Sequence[jax.ShapeDtypeStruct],
@@ -228,10 +224,11 @@ def cross_gradient(
     x0 its own gradient, one or two: columns past them are not written. Deterministic.
     Raises what `norm_tail` does.
     """
-    outer, given = _apart(gradients)
+    outer, last = _apart(gradients[-1])
     assert (outer is None) == (x0 is None)
-    want = Forms(shape=shape)
-    run = _Run.of("cross_gradient", given[0].data, want, *given, *products, other, x0)
+    given = (*(tuple(d) for d in gradients[:-1]), last)
+    flat = itertools.chain(*given, products, [x0])
+    run = _Run.of("cross_gradient", products[0].data, Forms(shape=shape), *flat)
     tile = tile or (GRADIENT_NARROW if run.n % GRADIENT.block_n else GRADIENT)
     tiles_m, _ = tile.tiles(run.m, 1)
     from loka_jax.triton import cross_tail_kernel
@@ -240,7 +237,7 @@ def cross_gradient(
     out = run(
         cross_tail_kernel.cross_gradient_kernel,
         tile,
-        operands | dict(other=other, outer=outer, x0=x0),
+        operands | dict(outer=outer, x0=x0),
         dict(
             head_sums=None if outer is None else _type((tiles_m, run.n)),
             parts=tuple(parts),
@@ -348,11 +345,8 @@ def _type(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32):
 
 def _written(y: Any, scale_inv: Scale | None) -> Written:
     """Returns a result from the arrays of `_Run.types`."""
-    copies = None
-    if y.fp8 is not None:
-        assert scale_inv is not None
-        copies = Fp8Copies(y.fp8, y.fp8_t, scale_inv)
-    return Written(y.bf16, copies, y.amaxes)
+    assert (y.fp8 is None) == (scale_inv is None)
+    return Written(y.bf16, y.fp8, y.fp8_t, scale_inv, y.amaxes)
 
 
 def _apart(

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from loka_jax.mapped import by_kernel
 from loka_jax.tails import Scale
 from loka_jax.triton.launch import launch
 
@@ -51,18 +52,24 @@ def launch_tree(
     """
     arguments: list[Any] = []
     source = f"{_source(given, arguments)}, {_source(out, results := [])}"
-    outputs = iter(
-        launch(
-            _generated(kernel, source, len(arguments), len(results)),
-            *arguments,
+    numbers = {i: x for i, x in enumerate(arguments) if isinstance(x, int)}
+
+    def run(*arrays: jax.Array):
+        operands = list(arrays)
+        for i, number in numbers.items():
+            operands.insert(i, number)
+        return launch(
+            _generated(kernel, source, len(operands), len(results)),
+            *operands,
             outputs=results,
             grid=grid,
             num_warps=num_warps,
             num_stages=1,
             constants=dict(of=of),
         )
-    )
-    return jax.tree.map(lambda _: next(outputs), out)
+
+    arrays = [x for i, x in enumerate(arguments) if i not in numbers]
+    return jax.tree.unflatten(jax.tree.structure(out), by_kernel(run, *arrays))
 
 
 def _source(x: Any, arguments: list[Any]) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from loka_jax import triton
-from loka_jax.ops import kernels
+from loka_jax import mapped
 
 _NEEDS_EXTRA = "needs the extra loka-jax[triton]"
 # The modules that launch kernels, and those that hold them.
@@ -175,7 +175,7 @@ def anywhere(request, monkeypatch):
     request.getfixturevalue(request.param)
     if request.param == "interpreted":  # which takes no traced arrays
         call = lambda kernel, *operands: kernel(*operands)  # noqa: E731
-        monkeypatch.setattr(kernels, "one_by_one", call)
+        monkeypatch.setattr(mapped, "one_by_one", call)
 
 
 @dataclasses.dataclass
