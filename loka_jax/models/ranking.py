@@ -74,7 +74,9 @@ class ModelPart(linen.Module):
     def _is_joined(self, d: int) -> bool:
         """Returns whether `_join` is one operation for embeddings of d values."""
         is_served = self.norm == "block" and d <= nn.BlockNorm.block
-        return is_served and self.implementation is None and nn.runs_tails()
+        if self.implementation is None:
+            return is_served and nn.runs_tails()
+        return is_served and self.implementation == "group"
 
     @linen.nowrap
     def _join(

@@ -105,7 +105,7 @@ class Mlp(linen.Module):
             out = self._with_dropout(rows)
         else:
             group = within.group if within else self.group_of(rows.shape)
-            out = self._by_sites(rows, group)
+            out = self._by_sites(rows, None if self.dropout_rate else group)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
     @property
@@ -154,8 +154,12 @@ class Mlp(linen.Module):
             for i, value in zip(run, values, strict=False)
         )
 
-    def _by_sites(self, x: Array, group: Group) -> Array:
-        """Returns the last layer's activations, of layers with nothing between them."""
+    def _by_sites(self, x: Array, group: Group | None) -> Array:
+        """Returns the last layer's activations, of layers with nothing between them.
+
+        Args:
+            group: of the sites; None if they drop activations in training.
+        """
         in_group = self.plans(self.group_of(x.shape), x.shape)
         runs = {run[0]: run for run in _runs(in_group)}
         apart = [i for run in runs.values() for i in run]

@@ -21,8 +21,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from loka_jax import triton
-from loka_jax import mapped
+from loka_jax import mapped, triton
 
 _NEEDS_EXTRA = "needs the extra loka-jax[triton]"
 # The modules that launch kernels, and those that hold them.

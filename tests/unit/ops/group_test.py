@@ -13,8 +13,8 @@ from loka_jax.group import Cross, Dense, Group, Member
 from loka_jax.normed import Epilogue
 from loka_jax.ops.group import run_group, why_not
 from loka_jax.ops.group_cross import LayerArrays
-from loka_jax.ops.plan import resolve
 from loka_jax.ops.group_sites import _joint_states, unit_of_fp8
+from loka_jax.ops.plan import resolve
 from loka_jax.recipe import get_recipe
 from tests import support
 from tests.support import tailed
@@ -130,7 +130,8 @@ def test_scales_that_are_not_set_are_refused():
 def why_not_crossed(recipe, *widths, of_second="", m=47, layers=()):
     """Returns why a network, with layers that read its x0 too, is not one operation."""
     second = of_second or recipe
-    own = [tailed.plan(name, m, *x) for name, x in zip((recipe, second), widths)]
+    named = zip((recipe, second), widths, strict=False)
+    own = [tailed.plan(name, m, *size) for name, size in named]
     members = (tuple(Member(f"u_{i}", plan.spec) for i, plan in enumerate(own)),)
     beside = [tailed.plan(name, m, widths[0][0], 32) for name in layers]
     dense = [

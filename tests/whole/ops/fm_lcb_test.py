@@ -6,8 +6,8 @@ import chex
 import jax
 import pytest
 
-from loka_jax.ops import fm_lcb as ops
 from loka_jax import mapped
+from loka_jax.ops import fm_lcb as ops
 from loka_jax.ops.device import HOPPER, Device
 from loka_jax.ops.fm_lcb import BY_XLA, plan_fm_lcb
 from tests import support
