@@ -50,7 +50,7 @@ class DlrmFeatures(RankingModel):
             return nn.join_features(bottom, jax.lax.collapse(embeddings, 1))
         with jax.named_scope("interaction"):
             return nn.dot_features(
-                bottom, embeddings, implementation=self.implementation
+                bottom, embeddings, implementation=self.kernels
             )
 
 

@@ -41,6 +41,11 @@ class ModelPart(linen.Module):
         return get_recipe(self.recipe).compute_dtype
 
     @property
+    def kernels(self) -> Literal["xla"] | None:
+        """The implementation of operations that are no groups."""
+        return "xla" if self.implementation == "xla" else None
+
+    @property
     def options(self) -> dict[str, Any]:
         """The options above, for a part of this one."""
         names = "recipe", "norm", "activation", "bias", "implementation"

@@ -59,7 +59,7 @@ def test_a_tile_holds_what_shares_a_statistic(
     z, vectors = Scaled(ones(64, n)), NormVectors(vector(n) if has_vectors else None)
     want = Forms(fp8=E4M3, transposed=transposed, amax=True, padded=True)
     options = dict(epilogue=Epilogue(norm, activation), want=want)
-    tails.norm_tail(z, None, vectors, **options, y_scale_inv=Scale(vector()))
+    tails.norm_tail([z], vectors, **options, y_scale_inv=Scale(vector()))
     (launch,) = launches
     of = launch.given["of"]
     assert (of.block_m, of.block_n, launch.num_warps, launch.grid) == (*config, grid)
@@ -78,9 +78,9 @@ def test_what_is_not_served_is_refused(launches, m, n, dtype, reason):
     with pytest.raises(ValueError, match=f"cross_tail: {reason}"):
         tails.cross_tail([z], z, want=Forms())
     with pytest.raises(ValueError, match=f"cross_gradient: {reason}"):
-        tails.cross_gradient([z, z], [z], [None], parts=(), shape=(m, n))
+        tails.cross_gradient([[z], [z]], [z], [None], parts=(), shape=(m, n))
     with pytest.raises(ValueError, match=f"norm_tail: {reason}"):
-        tails.norm_tail(z, epilogue=Epilogue("none"), want=Forms())
+        tails.norm_tail([z], epilogue=Epilogue("none"), want=Forms())
     assert not launches
 
 
@@ -88,7 +88,7 @@ def test_what_is_not_served_is_refused(launches, m, n, dtype, reason):
 def test_a_block_norm_takes_whole_blocks_and_no_vectors():
     z, vectors = Scaled(ones(16, 16)), NormVectors(gamma=vector(16))
     with pytest.raises(ValueError, match="'block' takes neither gamma nor beta"):
-        tails.norm_tail(z, None, vectors, epilogue=Epilogue("block"), want=Forms())
+        tails.norm_tail([z], vectors, epilogue=Epilogue("block"), want=Forms())
     tile, z = tails.Tile(64, 128, 4), Scaled(ones(16, 512))
     with pytest.raises(ValueError, match="has 128 columns, a block 256"):
-        tails.norm_tail(z, epilogue=Epilogue("block"), want=Forms(), tile=tile)
+        tails.norm_tail([z], epilogue=Epilogue("block"), want=Forms(), tile=tile)

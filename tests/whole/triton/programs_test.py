@@ -184,7 +184,8 @@ def cross(at, want, *args, **options):
 
 
 def split(at):
-    args = [at.z8, at.z8, at.outer], [at.z8] * 2, [at.row] * 2, at.z8, at.z8
+    gradients = [at.z8, at.z8], [at.z8], [at.outer]
+    args = gradients, [at.z8] * 2, [at.row] * 2, at.z8
     parts = [shape(M, n) for n in (ODD - 416, 416)]
     return tails.cross_gradient(*args, parts=parts, shape=(M, ODD))
 
@@ -197,7 +198,7 @@ def join(at):
 def norm(at, name):
     vectors = NormVectors(None, at.row) if name == "rms" else NormVectors(at.row)
     options = dict(epilogue=Epilogue(name, "swish"), want=ALL, y_scale_inv=at.scale)
-    return tails.norm_tail(at.z, at.x, vectors, **options)
+    return tails.norm_tail([at.z, Scaled(at.x)], vectors, **options)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,9 @@ def test_gradients_of_features_are_those_of_xla(
     other = make(shape, 30) if depth == 2 else None
     widths = [start, n - start - zeros] if start else [n - zeros]
     parts = tuple(jax.ShapeDtypeStruct((m, width), jnp.bfloat16) for width in widths)
-    args, options = (all_d, all_z, biases, other, x0), dict(parts=parts, shape=shape)
+    gradients = [[d] for d in all_d]
+    gradients[0] += [other] if depth == 2 else []
+    args, options = (gradients, all_z, biases, x0), dict(parts=parts, shape=shape)
     ours = tails.cross_gradient(*args, **options, tile=CONFIG)
     assert (ours.head is not None) == has_head
     assert_as_by_xla(ours, xla.cross_gradient, *args, **options)
@@ -166,10 +168,11 @@ def test_norm_tails_and_their_gradients_are_those_of_xla(shape, norm, activation
     z, r = _product(shape, 0), support.normal(*shape, seed=1, dtype=jnp.bfloat16)
     forms = (dataclasses.replace(x, shape=shape, padded=True) for x in (ALL, GRADIENT))
     options = dict(epilogue=epilogue, want=next(forms), y_scale_inv=SCALE_INV)
-    ours = tails.norm_tail(z, r, vectors, **options)
-    assert_as_by_xla(ours, xla.norm_tail, z, r, vectors, **options)
+    args = [z, Scaled(r)], vectors
+    ours = tails.norm_tail(*args, **options)
+    assert_as_by_xla(ours, xla.norm_tail, *args, **options)
     options = dict(epilogue=epilogue, want=next(forms), dz_scale_inv=SCALE_INV)
-    args = _product(shape, 4), 2 * r, ours.residuals, vectors
+    args = [_product(shape, 4), Scaled(2 * r)], ours.residuals, vectors
     ours = tails.norm_tail_backward(*args, **options)
     assert_as_by_xla(ours, xla.norm_tail_backward, *args, **options)
 
