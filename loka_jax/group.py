@@ -3,7 +3,7 @@
 A group computes values, matrices of the same rows. The first are its inputs; each layer
 makes one more from one before it:
 
-    Dense    y = activation(gamma norm(x W + bias + residual) + beta)
+    Dense    y = drop(activation(gamma norm(x W + bias + residual) + beta))
     Cross    x_{l+1} = x_0 * (W_l x_l + b_l) + x_l, all layers of a network
 
 The module that owns the sites announces their group; Dispatch decides for it as a
@@ -39,12 +39,14 @@ class Dense:
         member: the site of the product; None for a norm of x itself.
         norm: what follows.
         residual: the number of a value that is added before the norm, or None.
+        dropout: the share of its activations that training drops.
     """
 
     reads: int
     member: Member | None
     norm: Epilogue
     residual: int | None = None
+    dropout: float = 0.0
 
     @property
     def members(self) -> tuple[tuple[Member, ...], ...]:
@@ -126,13 +128,15 @@ class Group:
         return dict(each)[path]
 
     def follows(self, path: str) -> bool:
-        """Returns True if a site alone reads what a site before it makes."""
+        """Returns True if a site alone reads what a site before it makes, unchanged."""
         layer = self.layer_of(path)
         made = layer.reads - len(self.inputs)
         if made < 0 or isinstance(layer, Cross) or len(self.readers(layer.reads)) > 1:
             return False
         before = self.layers[made]
-        return isinstance(before, Dense) and before.member is not None
+        if isinstance(before, Cross) or before.dropout:
+            return False
+        return before.member is not None
 
     def fp8_results(self, path: str) -> tuple[Role, ...]:
         """Returns the roles whose products only tails read, element by element.

@@ -12,7 +12,7 @@ gradient, which contracts the rows, reads the transposes: these are FP8 forms, t
     head      dots = y w, the product of a row and a vector
     backward  the gradient of y is e w^T, of which e is that of the dots
 
-    norm      y = activation(gamma norm(z_1 + ... + z_p + bias) + beta)
+    norm      y = drop(activation(gamma norm(z_1 + ... + z_p + bias) + beta))
     backward  the gradient dz of norm's argument, from dy = d_1 + ... + d_p
 
 FP8 is written under a scale that is known before the pass: stored from earlier steps,
@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 import jax
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from loka_jax.fp8 import E4M3, padded_size
 from loka_jax.normed import NO_VECTORS, Epilogue, NormResiduals, NormVectors
@@ -83,6 +83,22 @@ class Outer:
 
     column: Float[Array, "m"]
     row: Float[Array, "n"]
+
+
+@struct.dataclass
+class Dropout:
+    """Which elements of a result are 0: of row i and column j those with u_ij < rate.
+
+    u is that of `unbiased.uniform`; the others are divided by 1 - rate. The backward
+    pass draws it again.
+
+    Attributes:
+        words: uint32, of a step and layer.
+        rate: the share that is 0, above 0 and below 1.
+    """
+
+    words: UInt32[Array, "2"]
+    rate: float = struct.field(pytree_node=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,13 +219,14 @@ class Tails(Protocol):
         self,
         summands: Sequence[Scaled],
         vectors: NormVectors = NO_VECTORS,
+        dropout: Dropout | None = None,
         *,
         epilogue: Epilogue,
         want: Forms,
         y_scale_inv: Scale | None = None,
         xhat: DTypeLike | None = E4M3,
     ) -> NormTail:
-        """Returns `activation(gamma norm(z + bias) + beta)`."""
+        """Returns `drop(activation(gamma norm(z + bias) + beta))`."""
         ...
 
     def norm_tail_backward(
@@ -217,6 +234,7 @@ class Tails(Protocol):
         gradients: Sequence[Scaled],
         residuals: NormResiduals,
         vectors: NormVectors = NO_VECTORS,
+        dropout: Dropout | None = None,
         *,
         epilogue: Epilogue,
         want: Forms,

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from flax import linen
 
 from loka_jax import triton
 from loka_jax.group import Dense, Group, Member
@@ -102,6 +104,14 @@ def run_joined(
     inputs: tuple[tuple[jax.Array, ...], ...],
     part: Part,
     head: jax.Array | None = None,
+    *,
+    words: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """Returns the outputs of a group, after the dots of a head if there is one."""
-    return run_group(group, plans, inputs, part.layers, part.states, head)
+    return run_group(group, plans, inputs, part.layers, part.states, head, words)
+
+
+def dropout_words(module: linen.Module, group: Group) -> jax.Array:
+    """Returns random bits of each layer of a group, of a module's rng for dropout."""
+    key = module.make_rng("dropout")
+    return jax.random.bits(key, (len(group.layers), 2), jnp.uint32)

@@ -22,7 +22,14 @@ from loka_jax.nn.dense import (
     planned,
     run_planned,
 )
-from loka_jax.nn.group import Part, Within, group_plans, joined, run_joined
+from loka_jax.nn.group import (
+    Part,
+    Within,
+    dropout_words,
+    group_plans,
+    joined,
+    run_joined,
+)
 from loka_jax.nn.mlp import Mlp
 from loka_jax.nn.norms import check_choice
 from loka_jax.nn.sites import announce
@@ -217,7 +224,7 @@ class CrossDeep(linen.Module):
         parts = features_of(x0)
         group = self._group(parts)
         plans = None
-        if group is not None and not (train and self.deep.dropout_rate > 0):
+        if group is not None:
             shape = group.rows, self.cross.group_of(parts).columns(0)
             of_cross = self.cross.plans(parts, group)
             plans = joined(group, [*of_cross, *self.deep.plans(group, shape)])
@@ -227,7 +234,9 @@ class CrossDeep(linen.Module):
         first = self.cross(None, within=Within(group, plans[:count]))
         second = self.deep(None, within=Within(group, plans[count:]))
         part = Part((*first.layers, *second.layers), (*first.states, *second.states))
-        run = functools.partial(run_joined, group, plans, (parts,), part)
+        drops = train and self.deep.dropout_rate > 0
+        words = dropout_words(self, group) if drops else None
+        run = functools.partial(run_joined, group, plans, (parts,), part, words=words)
         if group.head is None:
             return self.head(run())
         return self.head(group, run)

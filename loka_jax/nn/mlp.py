@@ -14,7 +14,14 @@ from loka_jax import group as groups
 from loka_jax.group import Group, Member
 from loka_jax.nn.context import as_recipe, current
 from loka_jax.nn.dense import Dense, DenseVariables, default_kernel_init
-from loka_jax.nn.group import WIDE, Part, Within, group_plans, run_joined
+from loka_jax.nn.group import (
+    WIDE,
+    Part,
+    Within,
+    dropout_words,
+    group_plans,
+    run_joined,
+)
 from loka_jax.nn.norm_dense import NormDense, NormParameters
 from loka_jax.nn.norms import (
     ActivationName,
@@ -101,11 +108,8 @@ class Mlp(linen.Module):
         if self.norm == "batch":
             return self._by_batch_norm(x, train)
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        if train and self.dropout_rate > 0:
-            out = self._with_dropout(rows)
-        else:
-            group = within.group if within else self.group_of(rows.shape)
-            out = self._by_sites(rows, None if self.dropout_rate else group)
+        group = within.group if within else self.group_of(rows.shape)
+        out = self._by_sites(rows, group, drops=train and self.dropout_rate > 0)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
     @property
@@ -150,15 +154,17 @@ class Mlp(linen.Module):
                 reads=value,
                 member=Member("/".join((*self.path, f"dense_{i}")), specs[i]),
                 norm=Epilogue(specs[i].norm, specs[i].activation),
+                dropout=self.dropout_rate,
             )
             for i, value in zip(run, values, strict=False)
         )
 
-    def _by_sites(self, x: Array, group: Group | None) -> Array:
-        """Returns the last layer's activations, of layers with nothing between them.
+    def _by_sites(self, x: Array, group: Group, *, drops: bool) -> Array:
+        """Returns the last layer's activations.
 
         Args:
-            group: of the sites; None if they drop activations in training.
+            group: of the sites, for those who list them.
+            drops: drop activations.
         """
         in_group = self.plans(self.group_of(x.shape), x.shape)
         runs = {run[0]: run for run in _runs(in_group)}
@@ -166,17 +172,21 @@ class Mlp(linen.Module):
         out: Array | Activations = x
         if 0 not in runs:
             out = normalize(x, self.input_norm, train=False, use_scale=False)
-        for i, plan in enumerate(self._plans(*x.shape, chained=True, apart=apart)):
+        plans = self._plans(*x.shape, chained=not drops, apart=apart)
+        for i, plan in enumerate(plans):
             if i in runs:
                 assert not isinstance(out, Activations)
                 own = tuple(p for j in runs[i] if (p := in_group[j]) is not None)
-                part = self._variables(group, runs[i], own)
                 one = self.group_of(x.shape, runs[i])
+                part = self._variables(group, runs[i], own)
                 if len(one.layers) > len(own):  # the norm of the input
                     part = part._replace(layers=((LayerArrays(),), *part.layers))
-                (out,) = run_joined(one, own, ((out,),), part)
+                words = dropout_words(self, one) if drops else None
+                (out,) = run_joined(one, own, ((out,),), part, words=words)
             elif i not in apart:
                 out = self._site(i, plan, group)(out)
+                if drops:
+                    out = linen.Dropout(self.dropout_rate, deterministic=False)(out)
         assert not isinstance(out, Activations)
         return out
 
@@ -198,15 +208,7 @@ class Mlp(linen.Module):
             states.append(part.state)
         return Part(tuple(layers), tuple(states))
 
-    def _with_dropout(self, x: Array) -> Array:
-        x = normalize(x, self.input_norm, train=True, use_scale=False)
-        for i, plan in enumerate(self._plans(*x.shape, chained=False)):
-            out = self._site(i, plan, None)(x)
-            assert not isinstance(out, Activations)
-            x = linen.Dropout(self.dropout_rate, deterministic=False)(out)
-        return x
-
-    def _site(self, i: int, plan: KernelPlan, group: Group | None) -> NormDense:
+    def _site(self, i: int, plan: KernelPlan, group: Group) -> NormDense:
         spec = plan.spec
         return NormDense(
             spec.n,

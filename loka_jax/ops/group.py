@@ -1,6 +1,6 @@
 """A group of sites as one operation: products, and a tail in one pass between them.
 
-    Dense    z = x W    y = activation(gamma norm(z + b + residual) + beta)
+    Dense    z = x W    y = drop(activation(gamma norm(z + b + residual) + beta))
              dz from dy    dW = x^T dz    dx = dz W^T
     Cross    see `group_cross`
 
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from loka_jax import fp8, triton
 from loka_jax.fp8 import E4M3
@@ -43,7 +43,7 @@ from loka_jax.ops.group_sites import (
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.recipe import Recipe
 from loka_jax.scaling import DelayedScaling
-from loka_jax.tails import Forms, Outer, Scale, Scaled, Tails, Written
+from loka_jax.tails import Dropout, Forms, Outer, Scale, Scaled, Tails, Written
 from loka_jax.triton import tails
 from loka_jax.xla.matmul import cut
 from loka_jax.xla.tails import decode, in_bf16
@@ -106,6 +106,7 @@ def run_group(
     layers: tuple[tuple[LayerArrays, ...], ...],
     states: Sequence[DelayedScaling | None],
     head: Float[Array, "n"] | None = None,
+    words: UInt32[Array, "l 2"] | None = None,
     *,
     axis_names: tuple[str, ...] = (),
     implementation: triton.Implementation | None = None,
@@ -123,6 +124,7 @@ def run_group(
         layers: the parameters of each layer: of a cross network one a cross layer.
         states: of the members, for recipes with delayed scaling, else None.
         head: float32 weights; the dots are float32, of values that were not rounded.
+        words: random bits of each layer, to drop activations; None to drop none.
         axis_names: mesh axes over which rows are spread, under `shard_map`.
         implementation: of the tails: "triton" requires its kernels; "xla"; None is
             Triton if it is installed and the GPU is a Hopper, else XLA.
@@ -141,7 +143,7 @@ def run_group(
     run = _Run(group, tuple(plans), axis_names, provider)
     arrays, tree = jax.tree.flatten((inputs, layers, head))
     operands = jax.tree.unflatten(tree, equally_varying(*arrays))
-    return _run(run, *operands, tuple(states))
+    return _run(run, *operands, tuple(states), words)
 
 
 class _Run(NamedTuple):
@@ -171,11 +173,11 @@ class _Run(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(run: _Run, inputs, layers, head, states):
-    return _forward(run, inputs, layers, head, states, keep=False)[0]
+def _run(run: _Run, inputs, layers, head, states, words):
+    return _forward(run, inputs, layers, head, states, words, keep=False)[0]
 
 
-def _forward(run: _Run, inputs, layers, head, states, *, keep: bool = True):
+def _forward(run: _Run, inputs, layers, head, states, words, *, keep: bool = True):
     group, sites = run.group, run.sites(states)
     reads = [_reads(run, sites, v, keep=keep) for v in range(_count(group))]
     values = [_enter(run, parts, reads[v]) for v, parts in enumerate(inputs)]
@@ -198,7 +200,9 @@ def _forward(run: _Run, inputs, layers, head, states, *, keep: bool = True):
             y, dots = out.y, out.dots
         else:
             residual = None if layer.residual is None else values[layer.residual]
-            step = _DenseStep(run.tails, layer, own, run.shape(value), reads[value])
+            dropout = _dropout(group, value, words)
+            of_step = layer, own, run.shape(value), dropout, reads[value]
+            step = _DenseStep(run.tails, *of_step)
             y, kept = step.forward(x, residual, arrays[0], keep=keep)
         values.append(y)
         all_kept.append(kept)
@@ -206,11 +210,11 @@ def _forward(run: _Run, inputs, layers, head, states, *, keep: bool = True):
     results = outputs if group.head is None else (dots, *outputs)
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
     vectors = [[x._replace(kernels=()) for x in own] for own in layers]
-    return results, (_Static(types), vectors, head, states, all_kept)
+    return results, (_Static(types), vectors, head, states, words, all_kept)
 
 
 def _backward(run: _Run, residuals, results):
-    types, layers, head, states, all_kept = residuals
+    types, layers, head, states, words, all_kept = residuals
     group, sites = run.group, run.sites(states)
     d: list[list[Scaled | Outer]] = [[] for _ in range(_count(group))]
     if group.head is not None:
@@ -233,7 +237,8 @@ def _backward(run: _Run, residuals, results):
             amaxes = out.amaxes + amaxes
             dhead = out.x0.head if out.x0.head is not None else dhead
         else:
-            step = _DenseStep(run.tails, layer, own, run.shape(value))
+            dropout = _dropout(group, value, words)
+            step = _DenseStep(run.tails, layer, own, run.shape(value), dropout)
             to_fp8 = group.is_crossed(layer.reads)
             pulled = step.backward(d[value], kept, arrays[0], to_fp8=to_fp8)
             d[layer.reads].append(pulled.x)
@@ -246,7 +251,7 @@ def _backward(run: _Run, residuals, results):
         for value, parts in enumerate(types.value)
     )
     after = next_states(run.plans, states, amaxes, run.axis_names)
-    return dinputs, tuple(reversed(gradients)), dhead, after
+    return dinputs, tuple(reversed(gradients)), dhead, after, None
 
 
 _run.defvjp(_forward, _backward)
@@ -258,6 +263,15 @@ class _Static:
     """A value of the residuals that is not traced."""
 
     value: Any
+
+
+def _dropout(group: Group, value: int, words: Array | None) -> Dropout | None:
+    """Returns the dropout of the layer that makes a value; None without."""
+    i = value - len(group.inputs)
+    layer = group.layers[i]
+    if words is None or isinstance(layer, Cross) or not layer.dropout:
+        return None
+    return Dropout(words[i], layer.dropout)
 
 
 def _count(group: Group) -> int:
@@ -378,6 +392,7 @@ class _DenseStep(NamedTuple):
     Attributes:
         sites: of its product, none of a norm alone.
         shape: of its result.
+        dropout: of its result; None for none.
         read: how its result is read, in the forward pass.
     """
 
@@ -385,6 +400,7 @@ class _DenseStep(NamedTuple):
     layer: Dense
     sites: list[tuple[GroupSite, ...]]
     shape: tuple[int, int]
+    dropout: Dropout | None
     read: _Read | None = None
 
     @property
@@ -395,7 +411,8 @@ class _DenseStep(NamedTuple):
     @property
     def is_linear(self) -> bool:
         """True if nothing but a sum follows the product."""
-        return self.layer.norm.norm == self.layer.norm.activation == "none"
+        is_plain = self.layer.norm.norm == self.layer.norm.activation == "none"
+        return is_plain and self.dropout is None
 
     def forward(
         self, x: Written, residual: Written | None, arrays: LayerArrays, *, keep: bool
@@ -448,7 +465,7 @@ class _DenseStep(NamedTuple):
             is_fp8 = near is not None and near.products.recipe.dlhs is not None
             xhat = E4M3 if is_fp8 else jnp.bfloat16
         y, residuals = self.tails.norm_tail(
-            *(summands, vectors),
+            *(summands, vectors, self.dropout),
             epilogue=epilogue,
             want=want,
             y_scale_inv=self._scale_inv(vectors),
@@ -470,6 +487,8 @@ class _DenseStep(NamedTuple):
             return scale_inv
         # A power of two, so that the next product is exact in bfloat16.
         bound = bounded_scale_inv(norm, self.shape[1], vectors.gamma, vectors.beta)
+        if self.dropout is not None:
+            bound = bound / (1 - self.dropout.rate)
         return Scale.of(fp8.power_of_two_up(bound))
 
     def backward(
@@ -509,7 +528,7 @@ class _DenseStep(NamedTuple):
         scale_inv = None if self.site is None else self.site.scale_inv("g", want)
         if residuals is not None:
             return self.tails.norm_tail_backward(
-                *(d, residuals, vectors),
+                *(d, residuals, vectors, self.dropout),
                 epilogue=self.layer.norm,
                 want=want,
                 dz_scale_inv=scale_inv,

@@ -25,6 +25,7 @@ from loka_jax.triton.tail_kernel import (
     store_sums,
     write,
 )
+from loka_jax.triton.unbiased_kernel import uniform
 
 _GELU_FACTOR = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 _GELU_CUBIC = tl.constexpr(0.044715)
@@ -164,7 +165,19 @@ def _finish(v, given, out, row, column, of: tl.constexpr):
         kept = cut(v * of.xhat_scale, row, column, of)
         store(out.xhat, kept, row, column, of.block_m, of.block_n)
     y = activated(_affine(v, given.vectors, column, of), of.activation)
+    y = _drop(y, given.dropout, row, column, of)
     write(y, out.y, given.scale_inv, row, column, of)
+
+
+@triton.jit
+@no_type_check
+def _drop(y, dropout, row, column, of: tl.constexpr):
+    if dropout is not None:
+        rows = row + tl.arange(0, of.block_m)
+        columns = (column + tl.arange(0, of.block_n))[None, :]
+        u = uniform(dropout.words.at, rows, columns)
+        y = tl.where(u < dropout.rate, 0.0, y * (1.0 / (1.0 - dropout.rate)))
+    return y
 
 
 @triton.jit
@@ -207,6 +220,7 @@ def _kept(given, row, column, of: tl.constexpr):
 def _gradient(v, given, row, column, of: tl.constexpr):
     """Returns the gradient of the activation's argument, zeros past the end of rows."""
     g = _sum(given.gradients, row, column, of)
+    g = _drop(g, given.dropout, row, column, of)
     return g * slope(_affine(v, given.vectors, column, of), of.activation)
 
 

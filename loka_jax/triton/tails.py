@@ -34,6 +34,7 @@ from loka_jax.normed import (
 from loka_jax.tails import (
     CrossGradients,
     CrossTail,
+    Dropout,
     Forms,
     NormTail,
     NormTailGradients,
@@ -98,6 +99,7 @@ def why_not(m: int, n: int, *operands: Scaled | Array | None) -> str | None:
 def norm_tail(
     summands: Sequence[Scaled],
     vectors: NormVectors = NO_VECTORS,
+    dropout: Dropout | None = None,
     *,
     epilogue: Epilogue,
     want: Forms,
@@ -108,7 +110,7 @@ def norm_tail(
     """Returns what `xla.norm_tail` does.
 
     Args:
-        summands, vectors, epilogue, want, y_scale_inv, xhat: as there.
+        summands, vectors, dropout, epilogue, want, y_scale_inv, xhat: as there.
         tile: None for the fastest that is known.
 
     Raises:
@@ -125,7 +127,8 @@ def norm_tail(
     from loka_jax.triton import norm_tail_kernel  # not above: it imports Triton
 
     tile = _tile(tile, epilogue, run.n, vectors, want)
-    given = dict(summands=tuple(summands), vectors=vectors, scale_inv=y_scale_inv)
+    given = dict(summands=tuple(summands), vectors=vectors, dropout=dropout)
+    given |= dict(scale_inv=y_scale_inv)
     out = dict(
         y=run.types(tile),
         xhat=_type(run.out_shape, dtype) if is_kept else None,
@@ -141,6 +144,7 @@ def norm_tail_backward(
     gradients: Sequence[Scaled],
     residuals: NormResiduals,
     vectors: NormVectors = NO_VECTORS,
+    dropout: Dropout | None = None,
     *,
     epilogue: Epilogue,
     want: Forms,
@@ -162,7 +166,7 @@ def norm_tail_backward(
     given = dict(gradients=tuple(gradients), xhat=xhat, rstd=rstd, vectors=vectors)
     of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, xhat.dtype), repeat=tile.repeat)
     kernel = norm_tail_kernel.norm_tail_backward_kernel
-    given |= dict(scale_inv=dz_scale_inv)
+    given |= dict(dropout=dropout, scale_inv=dz_scale_inv)
     out = run(kernel, tile, given, dict(dz=run.types(tile), sums=sums), **of)
     of_vectors = jax.tree.map(lambda parts: jnp.sum(parts, axis=0), out.sums)
     return NormTailGradients(_written(out.dz, dz_scale_inv), of_vectors)

@@ -24,6 +24,7 @@ from loka_jax.normed import (
 from loka_jax.tails import (
     CrossGradients,
     CrossTail,
+    Dropout,
     Forms,
     NormTail,
     NormTailGradients,
@@ -32,6 +33,7 @@ from loka_jax.tails import (
     Scaled,
     Written,
 )
+from loka_jax.unbiased import uniform
 from loka_jax.xla.dense_norm import (
     ACTIVATIONS,
     affine,
@@ -126,17 +128,19 @@ def joined_cast(
 def norm_tail(
     summands: Sequence[Scaled],
     vectors: NormVectors = NO_VECTORS,
+    dropout: Dropout | None = None,
     *,
     epilogue: Epilogue,
     want: Forms,
     y_scale_inv: Scale | None = None,
     xhat: DTypeLike | None = E4M3,
 ) -> NormTail:
-    """Returns `activation(gamma norm(z + bias) + beta)`, and what backward reads.
+    """Returns `drop(activation(gamma norm(z + bias) + beta))`, and what backward reads.
 
     Args:
         summands: products and residuals whose sum is z.
         vectors: bias, and gamma and beta of a norm of whole rows.
+        dropout: of y; None for none.
         epilogue: norm and activation.
         want: the forms of y.
         y_scale_inv: scale of the FP8 form.
@@ -147,6 +151,7 @@ def norm_tail(
     argument = plus(_sum(summands, shape), vectors.bias)
     normed, rstd = normalize(argument, epilogue)
     y = ACTIVATIONS[epilogue.activation](affine(normed, vectors))
+    y = _drop(y, dropout)
     y = write(y, want, y_scale_inv)
     if xhat is None:
         return NormTail(y, None)
@@ -162,6 +167,7 @@ def norm_tail_backward(
     gradients: Sequence[Scaled],
     residuals: NormResiduals,
     vectors: NormVectors = NO_VECTORS,
+    dropout: Dropout | None = None,
     *,
     epilogue: Epilogue,
     want: Forms,
@@ -171,18 +177,25 @@ def norm_tail_backward(
 
     Args:
         gradients: of y; they are added.
-        residuals, vectors, epilogue: of the forward pass. Without a norm, y in any of
-            its forms serves the backward pass of relu, which reads only signs.
+        residuals, vectors, dropout, epilogue: of the forward pass. Without a norm, y in
+            any of its forms serves the backward pass of relu, which reads only signs.
         want: the forms of dz.
         dz_scale_inv: scale of the FP8 form.
     """
     shape = want.shape_of(gradients[0].data)
     residuals = residuals._replace(xhat=cut(residuals.xhat, shape))
-    dy = _sum(gradients, shape)
+    dy = _drop(_sum(gradients, shape), dropout)
     dz, dgamma, dbeta = norm_backward(dy, residuals, vectors, epilogue=epilogue)
     dbias = None if vectors.bias is None else jnp.sum(dz, axis=0)
     of_vectors = NormVectors(dbias, dgamma, dbeta)
     return NormTailGradients(write(dz, want, dz_scale_inv), of_vectors)
+
+
+def _drop(y: Float[Array, "m n"], dropout: Dropout | None) -> Float[Array, "m n"]:
+    if dropout is None:
+        return y
+    u = uniform(dropout.words, jnp.arange(y.shape[0]), y.shape[1])
+    return jnp.where(u < dropout.rate, 0.0, y / (1 - dropout.rate))
 
 
 def decode(x: Scaled) -> Float[Array, "m n"]:

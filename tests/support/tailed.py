@@ -25,6 +25,7 @@ from loka_jax.ops.group_cross import LayerArrays
 from loka_jax.ops.plan import resolve
 from loka_jax.recipe import ROLES, get_recipe
 from loka_jax.site import Choice, SiteSpec
+from loka_jax.unbiased import uniform
 from tests import support
 from tests.support import oracle
 from tests.support.nn import factor_of
@@ -44,6 +45,7 @@ class Form(NamedTuple):
     ends_linear: bool = False
     input_norm: str = "none"
     m: int = 48
+    dropout: float = 0.0
     widths: tuple[int, ...] = (96, 272, 80, 64)  # 272: more than a block of a norm
 
     def epilogue(self, i):
@@ -109,6 +111,21 @@ def cross_layers(n, rank, depth, *, has_bias=True):
         return LayerArrays(kernels, bias)
 
     return tuple(map(layer, range(depth)))
+
+
+def dropout_words(count):
+    """Returns random words of each of some layers."""
+    return jax.random.bits(jax.random.key(3), (count, 2), jnp.uint32)
+
+
+def kept_share(form, i, shape):
+    """Returns the factors of dropout on the activations of layer i."""
+    if not form.dropout:
+        return np.float64(1.0)
+    has_norm = form.input_norm != "none"
+    words = dropout_words(len(form.widths) - 1 + has_norm)[i + has_norm]
+    u = np.asarray(uniform(words, jnp.arange(shape[0]), shape[1]))
+    return np.where(u < form.dropout, 0.0, 1 / (1 - form.dropout))
 
 
 def rows(m, n, seed):
@@ -203,9 +220,10 @@ def bound_after_norm(norm, n, layer=None):
     return np.max(bound * np.abs(layer.gamma) + beta)
 
 
-def bounding_scale(norm, n, layer=None):
+def bounding_scale(norm, n, layer=None, dropout=0.0):
     """Returns the least power of two under which no row after a norm saturates."""
-    return 2.0 ** math.ceil(math.log2(bound_after_norm(norm, n, layer) / 448))
+    bound = bound_after_norm(norm, n, layer) / (1 - dropout)
+    return 2.0 ** math.ceil(math.log2(bound / 448))
 
 
 def stored_xhat(xhat, norm, is_fp8):
@@ -255,9 +273,10 @@ class WideStack:
             kept = stored_xhat(xhat, norm, rounded.is_fp8["dlhs"])
             self.kept.append([of_drhs, of_dlhs, norm, activation, kept, rate])
             x, _ = oracle.activate(activation, oracle.affine(xhat, layer))
+            x = x * kept_share(self.form, i, x.shape)
             scale = None
             if norm != "none":
-                scale = bounding_scale(norm, xhat.shape[1], layer)
+                scale = bounding_scale(norm, xhat.shape[1], layer, self.form.dropout)
         return oracle.bf16(x)
 
     def backward(self, g, *, to_fp8=False):
@@ -266,6 +285,7 @@ class WideStack:
         for i in reversed(range(len(self.layers))):
             rounded, layer = self.roundings[i], self.layers[i]
             lhs, rhs, norm, activation, xhat, rate = self.kept[i]
+            d = d * kept_share(self.form, i, d.shape)
             terms = oracle.product_gradient(d, xhat, rate, layer, norm, activation)
             of_dlhs, of_drhs = rounded.read("g", terms[0], "dlhs", "drhs")
             given = zip(layer[1:], terms, strict=True)
@@ -297,6 +317,7 @@ def dense_layers(form, plans, first):
             reads=first if i == 0 else i,
             member=Member(f"dense_{i}", plan.spec),
             norm=Epilogue(*form.epilogue(i)),
+            dropout=form.dropout,
         )
         for i, plan in enumerate(plans)
     )
@@ -328,6 +349,8 @@ def wide_results(form, by_layer, *, step=compiled, **options):
         given = tuple((layer,) for layer in layers)
         if form.input_norm != "none":
             given = (LayerArrays(),), *given
+        words = dropout_words(len(group.layers)) if form.dropout else None
+        options.setdefault("words", words)
         (y,) = run_group(group, plans, ((x,),), given, states, **options)
         return y
 

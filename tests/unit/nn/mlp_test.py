@@ -120,7 +120,7 @@ def test_on_a_hopper_gpu_fp8_goes_from_layer_to_layer():
     assert third.why_not_fused.startswith("n=20")
     assert fourth.why_not_fused.startswith("k=20")
     assert [site.follows for site in sites] == [False, True, True, True]
-    assert not any(site.follows for site in dropping)
+    assert not any(site.follows for site in dropping)  # what training drops
 
 
 def test_a_linear_end_reads_the_fp8_that_the_layer_before_hands_on():
@@ -232,17 +232,23 @@ def test_a_small_last_layer_without_a_norm_is_in_bfloat16(
     assert {site.recipe for site in sites[:-1]} == {changes.get("recipe", DELAYED)}
 
 
+NARROW = {"features": (64, 1024, 40, 32), "norm": "none", "activation": "relu"}
+
+
 @pytest.mark.parametrize(
     "changes, found",
     [
         ({}, [3]),
-        ({"dropout_rate": 0.5}, [3]),  # in inference nothing is dropped
+        ({"dropout_rate": 0.5}, [3]),
         ({"norm": "batch"}, []),
         ({"recipe": DELAYED}, []),  # its scales are not set
         ({"recipe": "fp8_rowwise"}, []),
         ({"implementation": "xla"}, []),
         # Not served in FP8: 13 features, and 40 that a layer makes.
-        ({"features": (64, 1024, 40, 32), "norm": "none", "activation": "relu"}, [1, 1]),
+        (
+            {"features": (64, 1024, 40, 32), "norm": "none", "activation": "relu"},
+            [1, 1],
+        ),
     ],
     ids=range(7),
 )

@@ -25,9 +25,7 @@ from tests.support.export import blank_dlrm
 
 def test_a_cross_network_is_fused_in_evaluation_and_export(tmp_path):
     config = tiny("fp8_dcnv2")
-    model = config.model.clone(
-        implementation="group", recipe="fp8_tensorwise_delayed"
-    )
+    model = config.model.clone(implementation="group", recipe="fp8_tensorwise_delayed")
     schema = schema_of(config.data)
     start = make_untrained(dataclasses.replace(config, model=model), schema)
     one = scaling.stored(jnp.ones(3), get_recipe(model.recipe)).table

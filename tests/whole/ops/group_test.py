@@ -24,6 +24,8 @@ FORMS = [
     Form("layer", "swish", ends_linear=True),
     Form("layer", "relu", use_bias=True, **ODD_FORM),
     Form("rms", "gelu", input_norm="layer", **ODD_FORM),
+    Form("layer", "gelu", use_bias=True, dropout=0.25, **ODD_FORM),
+    Form("none", "relu", use_bias=True, dropout=0.5),
 ]
 # Each with the recipes of three layers: every recipe with every kind of layer.
 BY_LAYER = [
