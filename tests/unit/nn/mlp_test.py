@@ -96,12 +96,19 @@ def test_dropout_drops_after_every_layer_in_training_only():
         jax.eval_shape(functools.partial(train, rngs=rngs), variables, X)
         jax.eval_shape(mlp.apply, variables, X)
     assert rates == [(0.25, (32, 64)), (0.25, (32, 48))]
-    one = mlp.clone(features=(64,), norm="none")
+
+
+@pytest.mark.parametrize("implementation, recipe", [(None, "f32"), ("group", "bf16")])
+def test_dropout_keeps_its_share_and_divides_by_it(implementation, recipe):
+    options = dict(recipe=recipe, implementation=implementation, dropout_rate=0.25)
+    one, rngs = nn.Mlp((64,), **options), {"dropout": jax.random.key(1)}
     variables = initialized(one, X)
     dropped = jax.jit(functools.partial(one.apply, train=True, rngs=rngs))(variables, X)
     plain, kept = np.float32(equation(one, variables, X)), dropped != 0
     expected = np.where(kept, plain / 0.75, 0)
-    np.testing.assert_allclose(dropped, expected, rtol=1e-4, atol=1e-4)
+    # Of operands in bfloat16, whose products cancel.
+    rtol = 1e-4 if recipe == "f32" else 2.0**-5
+    np.testing.assert_allclose(np.float32(dropped), expected, rtol=rtol, atol=rtol)
     assert 0.7 < np.mean(kept) / np.mean(plain != 0) < 0.8
 
 
@@ -257,9 +264,10 @@ def test_layers_that_are_served_run_as_one_operation(changes, found, calls):
     assert count_calls(calls, SET.clone(**changes), X[:, :columns]) == found
 
 
-def test_neither_dropout_nor_probe_nor_few_rows_are_served(calls):
+def test_dropout_is_served_and_neither_probe_nor_few_rows(calls):
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    assert not count_calls(calls, SET.clone(dropout_rate=0.5), rngs=rngs, train=True)
+    dropping = SET.clone(dropout_rate=0.5)
+    assert count_calls(calls, dropping, rngs=rngs, train=True) == [3]
     with nn.probing(nn.ProbeConfig()):
         assert not count_calls(calls, SET)
     assert not count_calls(calls, SET, X[:24])
