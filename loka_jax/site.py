@@ -12,8 +12,10 @@ from typing import Any, Literal, NamedTuple, get_args
 from loka_jax.normed import ActivationName, NormName
 from loka_jax.recipe import ROLES, Recipe, Role, get_recipe
 
-Provider = Literal["xla", "pallas", "triton"]
+# "group": the site runs with those of its group as one operation, see `ops.group`.
+Provider = Literal["xla", "pallas", "triton", "group"]
 PROVIDERS: tuple[Provider, ...] = get_args(Provider)
+ALONE: tuple[Provider, ...] = PROVIDERS[:3]  # those that run a site by itself
 # Scales of activations handed on in FP8: one for all rows, or one a row.
 Fp8Scaling = Literal["tensorwise", "rowwise"]
 # Activations leave in the compute dtype, in FP8, or in both.

@@ -12,22 +12,24 @@ gradient, which contracts the rows, reads the transposes: these are FP8 forms, t
     head      dots = y w, the product of a row and a vector
     backward  the gradient of y is e w^T, of which e is that of the dots
 
-    norm      y = activation(gamma norm(z + bias + r) + beta)
-    backward  the gradient dz of norm's argument, from dy = d + r, and sums over rows
+    norm      y = drop(activation(gamma norm(z_1 + ... + z_p + bias) + beta))
+    backward  the gradient dz of norm's argument, from dy = d_1 + ... + d_p
 
 FP8 is written under a scale that is known before the pass: stored from earlier steps,
 or the bound that a norm gives. The amax, for the next step's scale, is a by-product.
 """
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
+import jax
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
-from loka_jax.fp8 import padded_size
-from loka_jax.normed import NormResiduals, NormVectors
+from loka_jax.fp8 import E4M3, padded_size
+from loka_jax.normed import NO_VECTORS, Epilogue, NormResiduals, NormVectors
 
 
 @struct.dataclass
@@ -84,24 +86,19 @@ class Outer:
 
 
 @struct.dataclass
-class Fp8Copies:
-    """An FP8 matrix in both layouts, under one scale: products read them K-major.
+class Dropout:
+    """Which elements of a result are 0: of row i and column j those with u_ij < rate.
+
+    u is that of `unbiased.uniform`; the others are divided by 1 - rate. The backward
+    pass draws it again.
 
     Attributes:
-        data: the matrix.
-        data_t: its transpose; None if no role reads it.
-        scale_inv: their scale.
+        words: uint32, of a step and layer.
+        rate: the share that is 0, above 0 and below 1.
     """
 
-    data: Float[Array, "m n"]
-    data_t: Float[Array, "n m"] | None
-    scale_inv: Scale
-
-    def contracting(self, dim: int) -> Scaled:
-        """Returns the operand of a product that contracts dim 0 or 1 of the matrix."""
-        data = self.data if dim == 1 else self.data_t
-        assert data is not None
-        return Scaled(data, (self.scale_inv,))
+    words: UInt32[Array, "2"]
+    rate: float = struct.field(pytree_node=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,31 +136,41 @@ class Forms:
 
 
 class Written(NamedTuple):
-    """A matrix in the requested forms; None where not requested.
+    """A matrix in the forms that were asked for; None for others.
+
+    Products read FP8 K-major: the matrix where they contract its columns, else the
+    transpose.
 
     Attributes:
-        bf16: bfloat16.
-        fp8: the FP8 copies.
+        bf16: in bfloat16.
+        fp8, fp8_t: in FP8, and the transpose of that.
+        scale_inv: the scale of both.
         amaxes: float32, of p parts of the matrix; their maximum is its amax.
     """
 
-    bf16: Float[Array, "m n"] | None
-    fp8: Fp8Copies | None
-    amaxes: Float[Array, "p"] | None
+    bf16: Float[Array, "m n"] | None = None
+    fp8: Float[Array, "m n"] | None = None
+    fp8_t: Float[Array, "n m"] | None = None
+    scale_inv: Scale | None = None
+    amaxes: Float[Array, "p"] | None = None
+
+    def contracting(self, dim: int) -> Scaled:
+        """Returns the FP8 operand of a product that contracts dim 0 or 1."""
+        data = self.fp8 if dim == 1 else self.fp8_t
+        assert data is not None and self.scale_inv is not None
+        return Scaled(data, (self.scale_inv,))
 
 
 class CrossTail(NamedTuple):
-    """The outputs of a cross tail, `y = x0 * s` with s a sum, either way.
+    """The outputs of a cross tail, `y = x0 * s` with s a sum, each way.
 
     Attributes:
         y: the product, in the requested forms.
-        s: bfloat16; None if not requested.
         row_sum: float32, the sum of y over its rows; None if not requested.
         dots: float32, the products of its rows and a head; None without one.
     """
 
     y: Written
-    s: Float[Array, "m n"] | None
     row_sum: Float[Array, "n"] | None
     dots: Float[Array, "m"] | None
 
@@ -203,3 +210,73 @@ class NormTailGradients(NamedTuple):
 
     dz: Written
     vectors: NormVectors
+
+
+class Tails(Protocol):
+    """What runs tails: `xla.tails` and `triton.tails`, where each is described."""
+
+    def norm_tail(
+        self,
+        summands: Sequence[Scaled],
+        vectors: NormVectors = NO_VECTORS,
+        dropout: Dropout | None = None,
+        *,
+        epilogue: Epilogue,
+        want: Forms,
+        y_scale_inv: Scale | None = None,
+        xhat: DTypeLike | None = E4M3,
+    ) -> NormTail:
+        """Returns `drop(activation(gamma norm(z + bias) + beta))`."""
+        ...
+
+    def norm_tail_backward(
+        self,
+        gradients: Sequence[Scaled],
+        residuals: NormResiduals,
+        vectors: NormVectors = NO_VECTORS,
+        dropout: Dropout | None = None,
+        *,
+        epilogue: Epilogue,
+        want: Forms,
+        dz_scale_inv: Scale | None = None,
+    ) -> NormTailGradients:
+        """Returns the gradients of z and the vectors."""
+        ...
+
+    def cross_tail(
+        self,
+        summands: Sequence[Scaled | Outer],
+        x0: Scaled,
+        bias: Float[Array, "n"] | None = None,
+        head: Float[Array, "n"] | None = None,
+        *,
+        want: Forms,
+        y_scale_inv: Scale | None = None,
+        has_row_sum: bool = False,
+    ) -> CrossTail:
+        """Returns `x0 * (z_1 + ... + z_p + bias)`."""
+        ...
+
+    def cross_gradient(
+        self,
+        gradients: Sequence[Sequence[Scaled | Outer]],
+        products: Sequence[Scaled],
+        biases: Sequence[Float[Array, "n"] | None],
+        x0: Scaled | None = None,
+        *,
+        parts: Sequence[jax.ShapeDtypeStruct],
+        shape: tuple[int, int],
+    ) -> CrossGradients:
+        """Returns the gradient of each part of x0, and of a head."""
+        ...
+
+    def joined_cast(
+        self,
+        first: Float[Array, "m a"],
+        second: Float[Array, "m b"],
+        *,
+        want: Forms,
+        scale_inv: Scale | None = None,
+    ) -> Written:
+        """Returns `[first; second; zeros]`."""
+        ...

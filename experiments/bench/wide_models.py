@@ -57,7 +57,7 @@ from loka_jax.measure.compiling import (
     compile_lowered,
 )
 from loka_jax.measure.timing import profile_kernels
-from loka_jax.ops.wide_stack import WIDE
+from loka_jax.nn.group import WIDE
 from loka_jax.optim import OptimConfig, make_dense_optimizer
 from loka_jax.serving import fold
 from loka_jax.site import Choice
@@ -164,22 +164,22 @@ def arm_of(model, arm: str, recipe: str, inputs: tuple) -> nn.Planned:
     if kind == "xla":
         return nn.Planned(model.clone(recipe=precision, implementation="xla"))
     if kind == "ours":
-        return nn.Planned(model.clone(recipe=precision, fused_wide=True))
+        return nn.Planned(model.clone(recipe=precision))
     if kind == "dispatch":
-        sites = nn.list_sites(model.clone(recipe=recipe, fused_wide=True), *inputs)
+        sites = nn.list_sites(model.clone(recipe=recipe), *inputs)
         performance = local_performance().performance
         plan = make_plan(sites, performance, errors=as_if_accurate(sites))
-        return nn.Planned(model.clone(fused_wide=True), plan.choices)
+        return nn.Planned(model, plan.choices)
     sites = nn.list_sites(model.clone(recipe=precision), *inputs)
     free = [site for site in sites if site.has_choice and site.recipe != "f32"]
     if kind == "torchao":
         through = [s for s in free if passes_torchao(precision, s.spec.k, s.spec.n)]
         return forced(model, through, f"xla {precision}")
     if kind == "wide":
-        choice = Choice.parse(f"xla {precision}")
+        choice = Choice.parse(f"group {precision}")
         wide = [site for site in free if max(site.spec.k, site.spec.n) >= WIDE]
         choices = tuple((site.path, choice) for site in wide)
-        return nn.Planned(model.clone(recipe="bf16", fused_wide=True), choices)
+        return nn.Planned(model.clone(recipe="bf16"), choices)
     raise ValueError(f"--arms {arm!r}: begin it with xla, ours, torchao, wide.")
 
 

@@ -49,7 +49,7 @@ def fp8_dlrm_wide() -> DlrmConfig:
     return dataclasses.replace(
         small,
         name="fp8_dlrm_wide",
-        model=small.model.clone(top_mlp=(4096, 4096, 1024), fused_wide=True),
+        model=small.model.clone(top_mlp=(4096, 4096, 1024)),
         data=DataConfig(examples=50_331_648),
         optim=dataclasses.replace(_OPTIM, lr=5e-4, warmup_steps=128),
         loop=LoopConfig(batch_size=8192, eval_every=1024),

@@ -39,7 +39,6 @@ def fp8_mlperf_dcnv2() -> Dcnv2Config:
             deep_mlp=(1024, 1024, 512, 256),
             structure="stacked",
             recipe=FP8,
-            fused_wide=True,
         ),
         data=_DATA,
         embedding=EmbeddingConfig(dim=128, init_stddev=_STDDEV),
@@ -61,7 +60,6 @@ def fp8_wukong_m() -> WukongConfig:
         fmb_mlp=(2048, 2048, 2048),
         top_mlp=_TOP_MLP,
         recipe=FP8,
-        fused_wide=True,
     )
     return _wukong("fp8_wukong_m", model, dim=2 * 128, batch_size=16384)
 
@@ -79,7 +77,6 @@ def fp8_wukong_l() -> WukongConfig:
         fmb_mlp=(4096, 4096, 4096),
         top_mlp=_TOP_MLP,
         recipe=FP8,
-        fused_wide=True,
     )
     return _wukong("fp8_wukong_l", model, dim=3 * 160, batch_size=16384)
 
@@ -97,7 +94,6 @@ def fp8_wukong_xl() -> WukongConfig:
         fmb_mlp=(8192, 8192, 8192),
         top_mlp=_TOP_MLP,
         recipe=FP8,
-        fused_wide=True,
     )
     return _wukong("fp8_wukong_xl", model, dim=7 * 160, batch_size=4096)
 
@@ -139,7 +135,6 @@ def _dhen(name: str, *, dot_width: int, cross_rank: int | None, dim: int) -> Dhe
             cross_rank=cross_rank,
             top_mlp=_TOP_MLP,
             recipe=FP8,
-            fused_wide=True,
         ),
         data=_DATA,
         embedding=EmbeddingConfig(dim=dim, init_stddev=_STDDEV),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from loka_jax.ops.device import HOPPER, Device
 from loka_jax.ops.plan import resolve
-from loka_jax.site import PROVIDERS, Choice, SiteSpec
+from loka_jax.site import ALONE, Choice, SiteSpec
 
 # Each FP8 recipe for the forward product alone, for it and dlhs, and for all.
 _FP8 = ("fp8_tensorwise", "fp8_tensorwise_delayed", "fp8_rowwise")
@@ -53,7 +53,7 @@ def why_no_fp8(device: Device) -> str | None:
 
 def candidates(spec: SiteSpec, device: Device = HOPPER) -> Iterator[Choice]:
     """Yields the candidates of a site on a device, XLA's bfloat16 first."""
-    for provider in PROVIDERS:
+    for provider in ALONE:
         for name in RECIPES:
             choice = Choice.parse(f"{provider} {name}")
             if why_not(choice, spec, device) is None:

@@ -33,7 +33,7 @@ def below_heads(sites: Sequence[Site]) -> dict[str, bool]:
 
 def _is_head(site: Site) -> bool:
     spec = site.spec
-    is_last = spec.norm == spec.activation == "none" and not site.crosses
+    is_last = spec.norm == spec.activation == "none" and not site.is_crossed
     return is_last and spec.n < SIZE_MULTIPLE and site.batch is None
 
 

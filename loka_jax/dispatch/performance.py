@@ -31,7 +31,7 @@ from loka_jax.dispatch.work import least_us, place, roles_of, work
 from loka_jax.measure.roofline import Roofline
 from loka_jax.ops.device import HOPPER, Device
 from loka_jax.recipe import GemmRecipe, Role
-from loka_jax.site import BF16, PROVIDERS, Choice, SiteSpec
+from loka_jax.site import ALONE, BF16, Choice, SiteSpec
 
 _PASSES = ("training", "inference")
 _FORMS = (" in", " out", " in out")
@@ -189,7 +189,7 @@ class PerformanceModel:
         Those that cannot be predicted are left out.
         """
         predicted: dict[str, Prediction] = {}
-        for provider in PROVIDERS:
+        for provider in ALONE:
             found = self._fit_here(provider, pass_name)
             if found is None or self.roofline is None:
                 continue

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from loka_jax import jsonfile
 from loka_jax.dispatch.candidates import why_no_fp8, why_no_kernels, why_not
 from loka_jax.dispatch.chains import chain_times, fastest
-from loka_jax.dispatch.cross_networks import Network, decide_network, networks
+from loka_jax.dispatch.groups import Deciding, Known, decide_group, groups_of
 from loka_jax.dispatch.heads import BELOW_HEAD, below_heads
 from loka_jax.dispatch.local import performance_of
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
@@ -30,8 +30,8 @@ from loka_jax.dispatch.policy import (
     total_effect,
     why_harmful,
 )
-from loka_jax.dispatch.stacks import Layers, decide_stack, stacks
 from loka_jax.dispatch.table import Entry, Positive, RoleErrors, Text
+from loka_jax.group import Group
 from loka_jax.measure.intervals import Interval
 from loka_jax.measure.roofline import Roofline
 from loka_jax.nn import Site
@@ -155,8 +155,8 @@ def _decide(sites: Sequence[Site], options: _Options) -> dict[str, Decision]:
         decisions: dict[str, Decision] = {}
         for chain in chains:
             decisions |= _decide_chain(chain, options, not_fp8)
-        for network in networks(chains):
-            decisions |= _decide_network(network, decisions, options, not_fp8)
+        for group in groups_of([*by_path.values()]):
+            decisions |= _decide_group(group, by_path, decisions, options, not_fp8)
         effects = {
             path: effect
             for path, decision in decisions.items()
@@ -224,36 +224,28 @@ def _decide_chain(
         decision._replace(spread=of_site.spread(name, decision.choice))
         for decision, of_site in zip(together or alone, estimates, strict=True)
     ]
-    roofline = options.tails_roofline
-    if roofline is None:
-        return dict(zip(paths, decisions, strict=True))
-    for run in stacks(chain):
-        of_run = slice(run.start, run.stop)
-        layers = Layers(chain[of_run], entries[of_run], terms[of_run])
-        joined = decide_stack(layers, decisions[of_run], options.limits, roofline)
-        decisions[of_run] = joined
     return dict(zip(paths, decisions, strict=True))
 
 
-def _decide_network(
-    network: Network,
+def _decide_group(
+    group: Group,
+    by_path: Mapping[str, Site],
     apart: Mapping[str, Decision],
     options: _Options,
     not_fp8: Mapping[str, str],
 ) -> dict[str, Decision]:
-    """Returns the decisions on the sites that run as one operation with a network."""
+    """Returns the decisions on the sites that run in their group."""
     roofline = options.tails_roofline
+    sites = [by_path[x.path] for x in group.members if x.path in by_path]
     if roofline is None:
         return {}
-
-    def layers(sites: Sequence[Site]) -> Layers:
-        entries = [options.estimates(site).entry for site in sites]
-        return Layers(
-            sites, entries, [_terms(site, options, not_fp8) for site in sites]
+    known = {
+        site.path: Known(
+            site, options.estimates(site).entry, _terms(site, options, not_fp8)
         )
-
-    parts = layers(network.sites), layers(network.beside)
-    return decide_network(*parts, apart, options.limits, roofline)
+        for site in sites
+    }
+    return decide_group(Deciding(group, known, apart, options.limits, roofline))
 
 
 def _terms(site: Site, options: _Options, not_fp8: Mapping[str, str]) -> Terms:

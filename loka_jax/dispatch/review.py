@@ -27,10 +27,10 @@ import jax
 import numpy as np
 
 from loka_jax.dispatch.candidates import table_key
-from loka_jax.dispatch.cross_networks import networks
 from loka_jax.dispatch.drift import HOME
+from loka_jax.dispatch.groups import groups_of
 from loka_jax.dispatch.performance import PerformanceModel
-from loka_jax.dispatch.plan import DispatchPlan, chains_of, make_plan
+from loka_jax.dispatch.plan import DispatchPlan, make_plan
 from loka_jax.dispatch.policy import (
     DEFAULT_LIMITS,
     Decision,
@@ -38,6 +38,7 @@ from loka_jax.dispatch.policy import (
     shares_of_limits,
 )
 from loka_jax.dispatch.table import Entry, Errors, RoleErrors, Table
+from loka_jax.group import Cross
 from loka_jax.measure.intervals import Interval, next_value, quantile
 from loka_jax.nn import Site
 from loka_jax.probe.live_errors import LiveErrors
@@ -115,8 +116,11 @@ class Reviewer:
     ) -> dict[str, Decision]:
         """Returns new decisions on the other sites of networks with changed sites."""
         running = dict(plan.decisions)
-        crossed = networks(chains_of(self.sites))
-        groups = [{site.path for site in (*x.sites, *x.beside)} for x in crossed]
+        groups = [
+            {member.path for member in group.members}
+            for group in groups_of(self.sites)
+            if any(isinstance(layer, Cross) for layer in group.layers)
+        ]
         return {
             path: within[path]._replace(reason="as its cross network changes")
             for paths in groups

@@ -53,12 +53,12 @@ def _family(
 
 FAMILIES: dict[str, Family] = {
     "norm_tail": _family(
-        norm_tails, "triton", "norm_tail.norm_tail", "norm_tail.norm_tail_backward"
+        norm_tails, "triton", "tails.norm_tail", "tails.norm_tail_backward"
     ),
     "cross_tail": _family(
-        cross_tails, "triton", "cross_tail.cross_tail", "cross_gradient.cross_gradient"
+        cross_tails, "triton", "tails.cross_tail", "tails.cross_gradient"
     ),
-    "joined_cast": _family(joined_casts, "triton", "joined_cast.joined_cast"),
+    "joined_cast": _family(joined_casts, "triton", "tails.joined_cast"),
     "joined_norm": _family(
         joined_norms,
         "triton",

@@ -23,7 +23,7 @@ from loka_jax.measure.check_families import (
 )
 from loka_jax.normed import NO_VECTORS, Epilogue, NormVectors
 from loka_jax.tails import Forms, Scaled
-from loka_jax.triton import cross_gradient, cross_tail, joined_cast, norm_tail
+from loka_jax.triton import tails
 
 # Both layouts, the amax, and zeros around: all that a tail may write.
 _FORWARD = Forms(fp8=E4M3, transposed=True, amax=True, shape=SHAPE, padded=True)
@@ -71,8 +71,8 @@ def _norm_tails_of(epilogue: Epilogue) -> list[Case]:
 
     what = f"{epilogue.norm} norm and {epilogue.activation}"
     return [
-        by_both(what, draw, run, norm_tail),
-        by_both(f"{what}, backward", draw_backward, run_backward, norm_tail),
+        by_both(what, draw, run, tails),
+        by_both(f"{what}, backward", draw_backward, run_backward, tails),
     ]
 
 
@@ -95,10 +95,10 @@ def cross_tails() -> list[Case]:
     before_a_head = functools.partial(run, want=Forms(bf16=False, shape=SHAPE))
     of_vectors = dict(bias=vector(4), head=vector(5))
     return [
-        by_both("cross layer", draw(product, bias=vector(4)), forward, cross_tail),
-        by_both("cross layer, backward", draw(in_fp8), backward, cross_tail),
-        by_both("before a head", draw(in_fp8, **of_vectors), before_a_head, cross_tail),
-        by_both("behind a head", behind_a_head, backward, cross_tail),
+        by_both("cross layer", draw(product, bias=vector(4)), forward, tails),
+        by_both("cross layer, backward", draw(in_fp8), backward, tails),
+        by_both("before a head", draw(in_fp8, **of_vectors), before_a_head, tails),
+        by_both("behind a head", behind_a_head, backward, tails),
         *_cross_gradients(),
     ]
 
@@ -119,8 +119,8 @@ def _cross_gradients() -> list[Case]:
         return provider.cross_gradient(*operands, parts=parts, shape=SHAPE)
 
     return [
-        by_both("gradient of features", draw, run, cross_gradient),
-        by_both("gradient of a head", draw_head, run, cross_gradient),
+        by_both("gradient of features", draw, run, tails),
+        by_both("gradient of a head", draw_head, run, tails),
     ]
 
 
@@ -134,4 +134,4 @@ def joined_casts() -> list[Case]:
     def run(provider, first, second, scale):
         return provider.joined_cast(first, second, want=_FORWARD, scale_inv=scale)
 
-    return [by_both("joined features", draw, run, joined_cast)]
+    return [by_both("joined features", draw, run, tails)]

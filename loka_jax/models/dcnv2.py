@@ -56,31 +56,7 @@ class Dcnv2(RankingModel):
             mlp = self._mlp("bottom_mlp", (*self.bottom_mlp, dim))
             bottom = mlp(bottom, train=train)
         cross = self._cross_net(self.num_cross_layers, self.cross_rank, "cross")
-        is_stacked = self.structure == "stacked"
-        mlp = self._mlp(
-            "deep_mlp",
-            self.deep_mlp,
-            dropout_rate=self.dropout_rate,
-            beside=not is_stacked,
-        )
-        if is_stacked:
-            out = mlp(cross((flat, bottom), hand_on=True), train=train)
-        else:
-            crossed = cross((flat, bottom), hand_on=True)
-            if isinstance(crossed, nn.Crossed):
-                out = mlp(crossed, train=train)
-            else:
-                x0 = nn.join_features(flat, bottom)  # [B, F D + n, padded]
-                out = crossed, mlp(_separate(x0), train=train)
-        if isinstance(out, nn.CrossedBeside):
-            return nn.CrossedHead(1, recipe="f32", name="head")(out)[:, 0]
-        return nn.Dense(1, recipe="f32", name="head")(out)[:, 0]
-
-
-def _separate(x: Array) -> Array:
-    """Returns `x` behind a barrier, which keeps XLA from merging products that read it.
-
-    For the gradient of the merged weights XLA would first concatenate the gradients of
-    both products: two passes over large arrays.
-    """
-    return jax.lax.optimization_barrier(x)
+        deep = self._mlp("deep_mlp", self.deep_mlp, dropout_rate=self.dropout_rate)
+        head = nn.Head(recipe="f32", name="head")
+        logits = nn.CrossDeep(cross, deep, head, self.structure)
+        return logits((flat, bottom), train=train)[:, 0]

@@ -77,7 +77,7 @@ class DhenLayer(ModelPart, kw_only=True):
     def _dot(self, x: Array, count: int, train: bool) -> Float[Array, "B m d"]:
         batch, _, dim = x.shape
         with jax.named_scope("interaction"):
-            pairs = nn.dot_features(None, x, implementation=self.implementation)
+            pairs = nn.dot_features(None, x, implementation=self.kernels)
         widths = (*self.dot_mlp, count * dim)
         mlp = self._mlp(
             "dot_mlp", widths, ends_linear=True, dropout_rate=self.dropout_rate
@@ -175,7 +175,7 @@ class DhenDlrm(Dhen):
     def _features(self, first: Array, last: Array) -> Float[Array, "B p"]:
         with jax.named_scope("interaction"):
             pairs = nn.dot_features(
-                None, first, multiple=1, implementation=self.implementation
+                None, first, multiple=1, implementation=self.kernels
             )
         cross = self._cross_net(self.num_cross_layers, self.cross_rank, "cross_net")
         crossed = cross(jax.lax.collapse(first, 1))

@@ -49,9 +49,7 @@ class DlrmFeatures(RankingModel):
         if self.interaction == "cat":
             return nn.join_features(bottom, jax.lax.collapse(embeddings, 1))
         with jax.named_scope("interaction"):
-            return nn.dot_features(
-                bottom, embeddings, implementation=self.implementation
-            )
+            return nn.dot_features(bottom, embeddings, implementation=self.kernels)
 
 
 class Dlrm(DlrmFeatures):

@@ -25,18 +25,15 @@ class ModelPart(linen.Module):
         norm: norm of every layer: of the MLPs, and of the interactions that have one.
         activation: activation of every layer of the MLPs.
         bias: every dense layer, or its norm, has a bias; the head always has one.
-        implementation: "xla" to use XLA only; None to use kernels where they apply.
-        fused_wide: run wide layers of MLPs in a row, and the layers of a cross network,
-            as one operation (`ops.wide_stack`, `ops.cross`) where that serves their
-            plans, and block norms of joined embeddings by `ops.joined_norm`.
+        implementation: "xla" to use XLA only; "group" to run the layers of MLPs and of
+            cross networks in groups; None to use kernels where they apply.
     """
 
     recipe: str = "fp8_tensorwise"
     norm: nn.NormName = "none"
     activation: nn.ActivationName = "relu"
     bias: bool = True
-    implementation: Literal["xla"] | None = None
-    fused_wide: bool = False
+    implementation: Literal["xla", "group"] | None = None
 
     @property
     def compute_dtype(self) -> DTypeLike:
@@ -44,9 +41,14 @@ class ModelPart(linen.Module):
         return get_recipe(self.recipe).compute_dtype
 
     @property
+    def kernels(self) -> Literal["xla"] | None:
+        """The implementation of operations that are no groups."""
+        return "xla" if self.implementation == "xla" else None
+
+    @property
     def options(self) -> dict[str, Any]:
         """The options above, for a part of this one."""
-        names = "recipe", "norm", "activation", "bias", "implementation", "fused_wide"
+        names = "recipe", "norm", "activation", "bias", "implementation"
         return {name: getattr(self, name) for name in names}
 
     @linen.nowrap
@@ -58,7 +60,6 @@ class ModelPart(linen.Module):
             activation=self.activation,
             use_bias=self.bias,
             implementation=self.implementation,
-            fused=self.fused_wide,
             name=name,
             **options,
         )
@@ -71,7 +72,6 @@ class ModelPart(linen.Module):
             use_bias=self.bias,
             recipe=self.recipe,
             implementation=self.implementation,
-            fused=self.fused_wide,
             name=name,
         )
 
@@ -79,7 +79,9 @@ class ModelPart(linen.Module):
     def _is_joined(self, d: int) -> bool:
         """Returns whether `_join` is one operation for embeddings of d values."""
         is_served = self.norm == "block" and d <= nn.BlockNorm.block
-        return self.fused_wide and is_served and self.implementation is None
+        if self.implementation is None:
+            return is_served and nn.runs_tails()
+        return is_served and self.implementation == "group"
 
     @linen.nowrap
     def _join(

@@ -79,7 +79,7 @@ class WukongLayer(ModelPart, kw_only=True):
                 self.k,
                 self.lcb_embeddings,
                 recipe=self.recipe,
-                implementation=self.implementation,
+                implementation=self.kernels,
                 name="fm_lcb",
             )(x, joined)
         seen = nn.Compress(

@@ -8,10 +8,10 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from loka_jax.nn.attention import SelfAttention
 from loka_jax.nn.context import SiteContext, overriding, probing, site_context
 from loka_jax.nn.convert import Converted, convert
-from loka_jax.nn.crossed_head import CrossedHead
 from loka_jax.nn.dense import Dense, Fp8DotGeneral
 from loka_jax.nn.embeddings import Compress, Fm, FmLcb
-from loka_jax.nn.interaction import CrossNet
+from loka_jax.nn.group import runs_tails
+from loka_jax.nn.interaction import CrossDeep, CrossNet, Head
 from loka_jax.nn.mlp import Mlp
 from loka_jax.nn.norm_dense import NormDense
 from loka_jax.nn.norms import (
@@ -26,8 +26,6 @@ from loka_jax.nn.overwriting import overwriting
 from loka_jax.nn.planned import Model, Planned
 from loka_jax.nn.scale_state import check_scales
 from loka_jax.nn.sites import Site, list_sites
-from loka_jax.ops.cross import Crossed
-from loka_jax.ops.crossed_stack import CrossedBeside
 from loka_jax.ops.interaction import dot_features, join_features
 from loka_jax.ops.joined_norm import joined_norm
 from loka_jax.ops.products import Activations
@@ -47,15 +45,14 @@ __all__ = [
     "Capture",
     "Compress",
     "Converted",
+    "CrossDeep",
     "CrossNet",
-    "Crossed",
-    "CrossedBeside",
-    "CrossedHead",
     "Dense",
     "Fm",
     "FmLcb",
     "Fp8DotGeneral",
     "Fp8State",
+    "Head",
     "Mlp",
     "Model",
     "NormDense",
@@ -80,6 +77,7 @@ __all__ = [
     "overriding",
     "overwriting",
     "probing",
+    "runs_tails",
     "site_context",
     "take_scaling",
 ]

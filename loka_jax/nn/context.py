@@ -57,13 +57,16 @@ class SiteContext:
 
         Args:
             implementation: provider of the module; None for Pallas kernels where they
-                serve the site on this device, and else XLA.
+                serve the site on this device, and else XLA. A choice of "group" holds
+                where "group" is asked for; elsewhere the site runs by XLA.
         """
         self.called.add(path)
         choice = self.choices.get(path, recipe)
         device = self.device or local_device()
         if isinstance(choice, Choice):
-            implementation, choice = choice.provider, choice.recipe
+            is_alone = choice.provider == "group" and implementation != "group"
+            implementation = "xla" if is_alone else choice.provider
+            choice = choice.recipe
         recipe = as_recipe(choice)
         if self.scales_initialized:
             recipe = dataclasses.replace(recipe, scales_initialized=True)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from opt_einsum import parser
 
 from loka_jax import scaling, xla
+from loka_jax.group import Group
 from loka_jax.nn.batched import announce_batched, in_high_precision
 from loka_jax.nn.context import current
 from loka_jax.nn.explicit_axes import run_in_auto
@@ -31,7 +32,7 @@ from loka_jax.ops.mesh_axes import manual_axes
 from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.ops.products import Activations
 from loka_jax.ops.run_site import SiteArrays, run_site
-from loka_jax.recipe import Recipe, Role
+from loka_jax.recipe import Recipe
 from loka_jax.site import BF16, SiteSpec
 
 default_kernel_init = linen.initializers.lecun_normal()
@@ -47,7 +48,7 @@ class Dense(linen.Module):
         features: width of the output.
         recipe: a name of `recipe.RECIPES`, or a `Recipe`.
         axis_names: mesh axes over which rows are spread, under `shard_map` only.
-        crosses: as in `nn.Site`.
+        group: as in `nn.Site`.
     """
 
     features: int
@@ -56,7 +57,7 @@ class Dense(linen.Module):
     kernel_init: Callable = default_kernel_init
     bias_init: Callable = linen.initializers.zeros_init()
     axis_names: tuple[str, ...] = ()
-    crosses: int = 0
+    group: Group | None = None
 
     @linen.compact
     def __call__(
@@ -71,7 +72,7 @@ class Dense(linen.Module):
         parts = inputs if isinstance(inputs, tuple) else (inputs,)
         kernel, bias = dense_parameters(self, sum(x.shape[-1] for x in parts))
         rows = tuple(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in parts)
-        out = _site_matmul(self, rows, kernel, crosses=self.crosses)
+        out = _site_matmul(self, rows, kernel, group=self.group)
         if bias is not None:
             # In float32: else the bias's gradient would be summed in bfloat16.
             out = (out.astype(jnp.float32) + bias[None, :]).astype(out.dtype)
@@ -87,20 +88,12 @@ class SiteVariables(NamedTuple):
 
 
 class DenseVariables(Dense):
-    """The variables of a `Dense` that its caller runs with tails, by the same names."""
+    """The variables of a `Dense` that runs in its group, by the same names."""
 
     @linen.compact
-    def __call__(
-        self,
-        plan: KernelPlan,
-        *,
-        follows: bool = False,
-        fp8_results: tuple[Role, ...] = (),
-    ) -> SiteVariables:
+    def __call__(self, plan: KernelPlan) -> SiteVariables:
         """Returns the variables of a site, and announces it."""
-        joins = self.crosses == 0
-        tails = dict(joins=joins, crosses=self.crosses, has_tails=True)
-        announce(self, plan, follows=follows, fp8_results=fp8_results, **tails)
+        announce(self, plan, group=self.group)
         kernel, bias = dense_parameters(self, plan.spec.k)
         return SiteVariables(kernel, bias, _with_state(self, plan, kernel)[1])
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import linen
 from jaxtyping import Array, Float
 
+from loka_jax.group import Group
 from loka_jax.nn.context import current
 from loka_jax.nn.dense import default_kernel_init, run_planned
 from loka_jax.nn.norms import check_choice
@@ -73,9 +74,7 @@ class NormDense(linen.Module):
         implementation: the provider, or an error where it does not serve the site; None
             for Pallas kernels where they serve it on a Hopper GPU, else XLA.
         axis_names: mesh axes over which rows are spread, under `shard_map` only.
-        follows: the previous site hands its activations to this one alone, unchanged,
-            which makes both a chain for Dispatch.
-        joins, beside: as in `nn.Site`.
+        group: as in `nn.Site`.
         norm_parameters: the module of scale and bias; a submodule `norm` if None.
         plan: of the site, if it was planned as part of a chain; else made here.
     """
@@ -92,9 +91,7 @@ class NormDense(linen.Module):
     kernel_init: Callable = default_kernel_init
     bias_init: Callable = linen.initializers.zeros_init()
     axis_names: tuple[str, ...] = ()
-    follows: bool = False
-    joins: bool = False
-    beside: bool = False
+    group: Group | None = None
     norm_parameters: NormParameters | None = None
     plan: KernelPlan | None = None
 
@@ -121,8 +118,7 @@ class NormDense(linen.Module):
         )
         gamma, beta = parameters(n)
         plan = self.plan or self._plan(inputs)
-        joins = dict(joins=self.joins, beside=self.beside)
-        announce(self, plan, follows=self.follows, **joins)
+        announce(self, plan, group=self.group)
         arrays = SiteArrays(inputs, kernel, bias, gamma, beta)
         return run_planned(self, plan, arrays, epsilon=self.epsilon)
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from loka_jax.fp8 import SIZE_MULTIPLE
+from loka_jax.group import Cross, Group
 from loka_jax.nn.context import current, site_context
 from loka_jax.ops.fm_lcb import FmLcbPlan
 from loka_jax.ops.plan import KernelPlan, describe
@@ -30,7 +30,6 @@ class Site:
         path: the module path, for example `top_mlp/dense_0`.
         batch: the number of products of a batched GEMM, which runs in the operands'
             dtype; None for a single product.
-        follows: lhs is the output of the previous site, and can come in FP8.
         together: which passes a kernel runs that includes the site's neighbours; None
             for a site by itself.
         left: why `nn.convert` left the layer as it is; None for a site that it or the
@@ -39,37 +38,46 @@ class Site:
             `nn.convert` knows.
         count: how often the site runs in a call of the model, in the steps of a scan
             or by a layer that is shared.
-        joins: it may run with its neighbours as one operation of products and tails, if
-            their choices allow.
-        crosses: how many sites have the layers of the cross network that it belongs
-            to, all of whose sites, those of the same parent path, may run as one
-            operation of products and tails if they have one choice; 0 for others.
-        beside: it reads the features of the cross network before it, and may run with
-            it and the sites that follow as one operation if all have one choice.
-        has_tails: it runs with its neighbours as one operation of products and tails
-            (`ops.cross`, `ops.wide_stack`).
-        fp8_results: the roles whose products then leave in FP8, where these are in FP8
-            (`ops.tailed_products.Site.multiply_to_fp8`).
+        group: the sites that it may run with as one operation; None for none.
     """
 
     path: str
     plan: KernelPlan
     batch: int | None = None
-    follows: bool = False
     together: FmLcbPlan | None = None
     left: str | None = None
     apart: str | None = None
     count: int = 1
-    joins: bool = False
-    crosses: int = 0
-    beside: bool = False
-    has_tails: bool = False
-    fp8_results: tuple[Role, ...] = ()
+    group: Group | None = None
 
     @property
     def spec(self) -> SiteSpec:
         """The sizes of the site, its norm and its activation."""
         return self.plan.spec
+
+    @property
+    def in_group(self) -> bool:
+        """True if the site runs with those of its group as one operation."""
+        return self.plan.choice.provider == "group"
+
+    @property
+    def follows(self) -> bool:
+        """True if lhs is the output of the previous site, and can come in FP8."""
+        return self.group is not None and self.group.follows(self.path)
+
+    @property
+    def is_crossed(self) -> bool:
+        """True if the site belongs to a cross network."""
+        if self.group is None:
+            return False
+        return isinstance(self.group.layer_of(self.path), Cross)
+
+    @property
+    def fp8_results(self) -> tuple[Role, ...]:
+        """The roles whose products leave in FP8, where these are in FP8."""
+        if self.group is None or not self.in_group:
+            return ()
+        return self.group.fp8_results(self.path)
 
     @property
     def recipe(self) -> str:
@@ -82,20 +90,11 @@ class Site:
         if self.left is not None:
             return {role: "as written" for role in ROLES}
         texts = {f"{role}": text for role, text in describe(self.plan).items()}
-        if self.has_tails:
-            texts = {role: self._with_tails(text) for role, text in texts.items()}
         if self.together is not None:
             for role in ROLES:
                 if self.together.why_not(role) is None:
                     texts[role] = f"pallas{texts[role].removeprefix('xla')}"
         return texts
-
-    def _with_tails(self, text: str) -> str:
-        """Returns what runs at a role of an operation, which pads in any precision."""
-        spec, padding = self.spec, ", padded"
-        is_padded = any(size % SIZE_MULTIPLE for size in (spec.m, spec.k, spec.n))
-        padding = padding if is_padded and not text.endswith(padding) else ""
-        return f"{text}{padding}, tails"
 
     @property
     def why_not(self) -> str | None:
@@ -118,7 +117,7 @@ class Site:
             return self.apart
         spec = self.spec
         is_product = spec.norm == spec.activation == "none" and not spec.use_bias
-        if is_product or self.has_tails:
+        if is_product or self.in_group:
             return None
         return self.plan.fwd.why_not_kernel
 

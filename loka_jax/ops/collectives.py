@@ -29,7 +29,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree, UInt32
 
 from loka_jax import xla
-from loka_jax.ops.kernels import by_kernel
+from loka_jax.mapped import by_kernel
 from loka_jax.ops.mesh_axes import manual_axes, tracks_varying
 from loka_jax.packed import Format, Packing
 from loka_jax.triton import Implementation, chosen

@@ -41,6 +41,11 @@ class Device:
         """Why no Triton kernel runs here, or None if they do."""
         return None if self.platform == "gpu" else "no GPU"
 
+    @property
+    def why_not_tails(self) -> str | None:
+        """Why no kernel of tails runs here, or None if they do."""
+        return None if self.compute_capability == "9.0" else "no Hopper GPU"
+
 
 HOPPER = Device(compute_capability="9.0")
 

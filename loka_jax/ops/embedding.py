@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+from loka_jax.mapped import by_kernel
 from loka_jax.ops import row_rounding
-from loka_jax.ops.kernels import by_kernel
 from loka_jax.ops.row_rounding import Rounding
 from loka_jax.ops.tables import Pooling, TableSpec
 from loka_jax.triton import Implementation, chosen, merge

@@ -28,9 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped, UInt32
 
+from loka_jax.mapped import by_kernel
 from loka_jax.ops import embedding, row_codec
 from loka_jax.ops.embedding import BAD_ID
-from loka_jax.ops.kernels import by_kernel
 from loka_jax.ops.row_codec import Codec
 from loka_jax.ops.row_order import Order, Places
 from loka_jax.triton import Implementation, chosen

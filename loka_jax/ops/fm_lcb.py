@@ -23,9 +23,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax import checked
+from loka_jax.mapped import by_kernel, equally_varying
 from loka_jax.ops import residual
 from loka_jax.ops.device import Device
-from loka_jax.ops.kernels import by_kernel, equally_varying
 from loka_jax.ops.residual import Residual
 from loka_jax.recipe import Role
 

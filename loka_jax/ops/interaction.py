@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
-from loka_jax.ops.kernels import by_kernel, equally_varying
+from loka_jax.mapped import by_kernel, equally_varying
 from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import dot_features as _triton
 

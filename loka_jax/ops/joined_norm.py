@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax import triton
+from loka_jax.mapped import by_kernel, equally_varying
 from loka_jax.ops import residual
-from loka_jax.ops.kernels import by_kernel, equally_varying
 from loka_jax.ops.residual import Residual
 from loka_jax.triton import joined_norm as _triton
 

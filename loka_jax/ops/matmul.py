@@ -17,7 +17,7 @@ import jax
 from jaxtyping import Array, Float
 
 from loka_jax.fp8 import Fp8Array
-from loka_jax.ops.kernels import equally_varying
+from loka_jax.mapped import equally_varying
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Activations, Products, read_state
 from loka_jax.scaling import DelayedScaling

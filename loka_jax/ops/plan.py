@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from loka_jax import pallas, triton, xla
+from loka_jax import fp8, pallas, triton, xla
 from loka_jax.fp8 import E4M3
 from loka_jax.ops.device import Device
-from loka_jax.recipe import ROLES, Cast, GemmRecipe, Recipe, Role
+from loka_jax.recipe import OPERANDS, ROLES, Cast, GemmRecipe, Recipe, Role
 from loka_jax.site import Choice, SiteKernel, SiteSpec
 
 # Fewest features at which FP8 makes dlhs faster after the norm's kernel: XLA applies
@@ -123,7 +123,10 @@ def resolve(spec: SiteSpec, choice: Choice, device: Device) -> KernelPlan:
     if choice.provider == "triton":
         why_not = _why_not_triton(spec, choice.recipe, device)
     why_no_kernel = f"provider {choice.provider!r}"
-    return _without_kernels(spec, choice, device, why_no_kernel, why_not)
+    plan = _without_kernels(spec, choice, device, why_no_kernel, why_not)
+    if choice.provider == "group":
+        return dataclasses.replace(plan, why_not=_why_not_group(plan))
+    return plan
 
 
 @functools.cache
@@ -235,6 +238,23 @@ def _why_not_triton(spec: SiteSpec, recipe: Recipe, device: Device) -> str | Non
     return next((reason for reason in reasons if reason is not None), None)
 
 
+def _why_not_group(plan: KernelPlan) -> str | None:
+    """Returns why a site does not run in a group, or None if it does."""
+    recipe, spec = plan.choice.recipe, plan.spec
+    if spec.fp8_in is not None or spec.out != "compute":
+        return "it hands FP8 on, or takes it"
+    if jnp.dtype(recipe.compute_dtype) != jnp.bfloat16:
+        return f"{jnp.dtype(recipe.compute_dtype).name} is not bfloat16"
+    if not plan.choice.is_fp8:
+        return None
+    casts = [cast for operand in OPERANDS for cast in recipe.casts(operand)]
+    if any(cast.scaling != "delayed" for cast in casts):
+        return f"recipe {recipe.name!r} does not scale every operand by earlier amaxes"
+    if not recipe.scales_initialized:
+        return "delayed scales are not initialized"
+    return plan.refusal
+
+
 def _describe_role(plan: KernelPlan, role: Role) -> str:
     gemm, kernel = plan.role(role).gemm, plan.role(role).kernel
     first = _first_cast(plan, role)
@@ -243,11 +263,19 @@ def _describe_role(plan: KernelPlan, role: Role) -> str:
     text = xla.describe(gemm, plan.recipe.compute_dtype)
     if role == "fwd" and plan.is_fused:
         return f"pallas{text.removeprefix('xla')}"
+    if plan.choice.provider == "group":
+        return f"{text}{_group_padding(plan)}, tails"
     if gemm is not None and plan.choice.provider == "triton":
         text = _by_triton(text)
     elif gemm is not None and xla.is_padded(gemm, *_rows(plan).gemm_sizes(role)):
         text = f"{text}, padded"
     return text if kernel is None else f"{text}, pallas norm"
+
+
+def _group_padding(plan: KernelPlan) -> str:
+    spec = plan.spec
+    is_whole = not any(size % fp8.SIZE_MULTIPLE for size in (spec.m, spec.k, spec.n))
+    return "" if is_whole else ", padded"
 
 
 def _rows(plan: KernelPlan) -> SiteSpec:

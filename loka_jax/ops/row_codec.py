@@ -27,8 +27,8 @@ from jaxtyping import Array, Float, Int, Shaped, UInt32
 
 from loka_jax import fp8, unbiased
 from loka_jax.fp8 import E4M3
+from loka_jax.mapped import by_kernel
 from loka_jax.ops import embedding
-from loka_jax.ops.kernels import by_kernel
 from loka_jax.triton import Implementation, chosen
 from loka_jax.triton import row_wire as _triton
 

@@ -15,9 +15,9 @@ from jaxtyping import Array, Float
 
 from loka_jax import fp8, xla
 from loka_jax.fp8 import E4M3, Fp8Array
+from loka_jax.mapped import equally_varying
 from loka_jax.normed import NormVectors, bounded_scale_inv
 from loka_jax.ops.kernel_site import KernelRun, run
-from loka_jax.ops.kernels import equally_varying
 from loka_jax.ops.matmul import matmul
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Activations, read_state

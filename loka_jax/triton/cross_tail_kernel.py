@@ -1,4 +1,4 @@
-"""The kernel of `cross_tail`. Importing this module imports Triton.
+"""The kernels of a cross network's tails. Importing this module imports Triton.
 
 `no_type_check` exempts these functions, which Triton compiles from source, from the
 tests' run-time type checks.
@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 
 from loka_jax.triton.tail_kernel import (
-    cut,
+    columns_of,
+    decode,
     first_of_tile,
-    read,
+    read_part,
     read_vector,
-    scaled,
-    store,
     store_dots,
+    store_part,
     store_sums,
     write,
 )
@@ -27,110 +27,70 @@ from loka_jax.triton.tail_kernel import (
 
 @triton.jit
 @no_type_check
-def cross_tail_kernel(
-    outer_column,
-    outer_row,
-    z_0,
-    z_0_scale,
-    z_0_at,
-    z_0_scale_2,
-    z_0_at_2,
-    z_1,
-    z_1_scale,
-    z_1_at,
-    z_1_scale_2,
-    z_1_at_2,
-    z_2,
-    z_2_scale,
-    z_2_at,
-    z_2_scale_2,
-    z_2_at_2,
-    x0,
-    x0_scale,
-    x0_at,
-    x0_scale_2,
-    x0_at_2,
-    bias,
-    head,
-    y_scale_inv,
-    y_at,
-    y,
-    y_fp8,
-    y_fp8_t,
-    amaxes,
-    s,
-    row_sums,
-    dots,
-    m: tl.constexpr,
-    n: tl.constexpr,
-    out_m: tl.constexpr,
-    out_n: tl.constexpr,
-    has_outer: tl.constexpr,
-    z_0_n: tl.constexpr,
-    z_0_scales: tl.constexpr,
-    z_0_unit: tl.constexpr,
-    z_1_n: tl.constexpr,
-    z_1_scales: tl.constexpr,
-    z_1_unit: tl.constexpr,
-    z_2_n: tl.constexpr,
-    z_2_scales: tl.constexpr,
-    z_2_unit: tl.constexpr,
-    x0_n: tl.constexpr,
-    x0_scales: tl.constexpr,
-    x0_unit: tl.constexpr,
-    has_bias: tl.constexpr,
-    has_head: tl.constexpr,
-    has_bf16: tl.constexpr,
-    has_fp8: tl.constexpr,
-    has_fp8_t: tl.constexpr,
-    has_amax: tl.constexpr,
-    limit: tl.constexpr,
-    has_s: tl.constexpr,
-    has_row_sum: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-):
-    """Writes `s = outer + z_0 + z_1 + z_2 + bias`, `y = x0 * s`, and sums of y.
+def cross_tail_kernel(given, out, of: tl.constexpr):
+    """Writes `y = x0 * (outer + z_1 + ... + z_p + bias)`, and sums of y.
 
     Of its rows partial sums, and of its columns, each times a weight of the head.
     """
-    row, column = first_of_tile(out_n, block_m, block_n)
-    c = tl.zeros((block_m, block_n), tl.float32)
-    if has_outer:
-        c += (
-            read_vector(outer_column, row, m, block_m)[:, None]
-            * (read_vector(outer_row, column, n, block_n)[None, :])
-        )
-    if z_0_scales >= 0:
-        other = read(z_0, row, column, m, z_0_n, block_m, block_n)
-        c += scaled(
-            other, z_0_scale + z_0_at, z_0_scale_2 + z_0_at_2, z_0_scales, z_0_unit
-        )
-    if z_1_scales >= 0:
-        other = read(z_1, row, column, m, z_1_n, block_m, block_n)
-        c += scaled(
-            other, z_1_scale + z_1_at, z_1_scale_2 + z_1_at_2, z_1_scales, z_1_unit
-        )
-    if z_2_scales >= 0:
-        other = read(z_2, row, column, m, z_2_n, block_m, block_n)
-        c += scaled(
-            other, z_2_scale + z_2_at, z_2_scale_2 + z_2_at_2, z_2_scales, z_2_unit
-        )
-    if has_bias:
-        c += read_vector(bias, column, n, block_n)[None, :]
-    if has_s:
-        kept = cut(c, row, column, m, n, block_m, block_n)
-        store(s, kept, row, column, out_m, out_n, block_m, block_n)
-    tile = read(x0, row, column, m, x0_n, block_m, block_n)
-    tile = c * scaled(tile, x0_scale + x0_at, x0_scale_2 + x0_at_2, x0_scales, x0_unit)
-    if has_row_sum:
-        store_sums(row_sums, tile, row, column, n, block_m, block_n)
-    if has_head:
-        store_dots(dots, tile, head, row, column, m, n, block_m, block_n)
-    # fmt: off
-    write(
-        tile, y_scale_inv + y_at, y, y_fp8, y_fp8_t, amaxes, row, column,
-        m, n, out_m, out_n, has_bf16, has_fp8, has_fp8_t, has_amax, limit,
-        block_m, block_n,
-    )
-    # fmt: on
+    row, column = first_of_tile(of)
+    c = tl.zeros((of.block_m, of.block_n), tl.float32)
+    if given.outer is not None:
+        e = read_vector(given.outer.column, row, of.m, of.block_m)[:, None]
+        c += e * columns_of(given.outer.row, column, of)
+    for i in tl.static_range(len(given.summands)):
+        c += decode(given.summands[i], row, column, of)
+    if given.bias is not None:
+        c += columns_of(given.bias, column, of)
+    tile = c * decode(given.x0, row, column, of)
+    if out.row_sums is not None:
+        store_sums(out.row_sums, tl.sum(tile, axis=0), row, column, of)
+    if out.dots is not None:
+        store_dots(out.dots, tile, given.head, row, column, of)
+    write(tile, out.y, given.scale_inv, row, column, of)
+
+
+@triton.jit
+@no_type_check
+def cross_gradient_kernel(given, out, of: tl.constexpr):
+    """Writes `d_0 + sum over l of d_l * s_l`, `s_l = 1 + z_1 + .. + z_l`.
+
+    Each z with its bias. An outer product may be added to the last d; the gradient of
+    its row is written, too, as partial sums of e * x0 * s.
+    """
+    row, column = first_of_tile(of)
+    c = tl.zeros((of.block_m, of.block_n), tl.float32)
+    for j in tl.static_range(len(given.gradients[0])):
+        c += decode(given.gradients[0][j], row, column, of)
+    s = tl.full((of.block_m, of.block_n), 1.0, tl.float32)
+    for i in tl.static_range(len(given.products)):
+        s += decode(given.products[i], row, column, of)
+        if given.biases[i] is not None:
+            s += columns_of(given.biases[i], column, of)
+        for j in tl.static_range(len(given.gradients[i + 1])):
+            c += s * decode(given.gradients[i + 1][j], row, column, of)
+    if given.outer is not None:
+        e = read_vector(given.outer.column, row, of.m, of.block_m)[:, None]
+        x = decode(given.x0, row, column, of)
+        store_sums(out.head_sums, tl.sum(e * x * s, axis=0), row, column, of)
+        c += e * s * columns_of(given.outer.row, column, of)
+    # Most tiles have columns of one part alone.
+    start: tl.constexpr = out.parts[0].shape[1]
+    if column < start:
+        store_part(out.parts[0], c, row, column, 0, of)
+    if len(out.parts) > 1:
+        if column + of.block_n > start:
+            store_part(out.parts[1], c, row, column, start, of)
+
+
+@triton.jit
+@no_type_check
+def joined_cast_kernel(given, out, of: tl.constexpr):
+    """Writes `[first; second; zeros]`."""
+    row, column = first_of_tile(of)
+    tile = tl.zeros((of.block_m, of.block_n), tl.float32)
+    start: tl.constexpr = given.first.shape[1]
+    if column < start:  # most tiles have columns of one part alone
+        tile += read_part(given.first, row, column, 0, of)
+    if column + of.block_n > start:
+        tile += read_part(given.second, row, column, start, of)
+    write(tile, out, given.scale_inv, row, column, of)

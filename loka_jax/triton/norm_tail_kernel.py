@@ -1,4 +1,7 @@
-"""The kernels of `norm_tail`. Importing this module imports Triton.
+"""The kernels of norm tails. Importing this module imports Triton.
+
+A tile that holds all columns that share a statistic is read once. Else a program goes
+over the tiles of its rows twice: for their statistics, and for what it writes.
 
 `no_type_check` exempts these functions, which Triton compiles from source, from the
 tests' run-time type checks.
@@ -13,15 +16,16 @@ import triton
 import triton.language as tl
 
 from loka_jax.triton.tail_kernel import (
+    columns_of,
     cut,
+    decode,
     first_of_tile,
     read,
-    read_vector,
-    scaled,
     store,
     store_sums,
     write,
 )
+from loka_jax.triton.unbiased_kernel import uniform
 
 _GELU_FACTOR = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 _GELU_CUBIC = tl.constexpr(0.044715)
@@ -29,152 +33,195 @@ _GELU_CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 @no_type_check
-def norm_tail_kernel(
-    z,
-    z_scale,
-    z_at,
-    z_scale_2,
-    z_at_2,
-    r,
-    bias,
-    gamma,
-    beta,
-    y_scale_inv,
-    y_at,
-    y,
-    y_fp8,
-    y_fp8_t,
-    amaxes,
-    xhat,
-    rstd,
-    m: tl.constexpr,
-    n: tl.constexpr,
-    out_m: tl.constexpr,
-    out_n: tl.constexpr,
-    z_n: tl.constexpr,
-    z_scales: tl.constexpr,
-    z_unit: tl.constexpr,
-    r_n: tl.constexpr,
-    has_bias: tl.constexpr,
-    has_gamma: tl.constexpr,
-    has_beta: tl.constexpr,
-    has_bf16: tl.constexpr,
-    has_fp8: tl.constexpr,
-    has_fp8_t: tl.constexpr,
-    has_amax: tl.constexpr,
-    limit: tl.constexpr,
-    norm: tl.constexpr,
-    has_residuals: tl.constexpr,
-    xhat_scale: tl.constexpr,
-    activation: tl.constexpr,
-    epsilon: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-):
-    """Writes `y = activation(norm(z + bias + r))`, xhat times `xhat_scale`, and rstd.
+def norm_tail_kernel(given, out, of: tl.constexpr):
+    """Writes `y = activation(gamma norm(z + bias) + beta)`, xhat and rstd.
 
-    The columns of a tile share a statistic. There is no gamma or beta.
+    xhat times `of.xhat_scale`.
     """
-    row, column = first_of_tile(out_n, block_m, block_n)
-    v = read(z, row, column, m, z_n, block_m, block_n)
-    v = scaled(v, z_scale + z_at, z_scale_2 + z_at_2, z_scales, z_unit)
-    if r_n > 0:
-        v += read(r, row, column, m, r_n, block_m, block_n)
-    if has_bias:
-        v += read_vector(bias, column, n, block_n)[None, :]
-    if norm != "none":
-        count = tl.minimum(n - column, block_n)
-        rate = tl.rsqrt(tl.sum(v * v, axis=1) / count + epsilon)
-        v *= rate[:, None]
-        if has_residuals:
-            rows = row + tl.arange(0, block_m)
-            at = rstd + column // block_n * m + rows
-            tl.store(at, rate, mask=rows < m)
-    if has_residuals:
-        kept = cut(v * xhat_scale, row, column, m, n, block_m, block_n)
-        store(xhat, kept, row, column, out_m, out_n, block_m, block_n)
-    tile = activated(v, activation)
-    # fmt: off
-    write(
-        tile, y_scale_inv + y_at, y, y_fp8, y_fp8_t, amaxes, row, column,
-        m, n, out_m, out_n, has_bf16, has_fp8, has_fp8_t, has_amax, limit,
-        block_m, block_n,
-    )
-    # fmt: on
+    if of.norm == "none":
+        row, column = first_of_tile(of)
+        _finish(_argument(given, row, column, of), given, out, row, column, of)
+    elif of.block_n >= of.features:
+        row, column = first_of_tile(of)
+        count = tl.minimum(of.n - column, of.block_n)
+        v = _argument(given, row, column, of)
+        if of.norm == "layer":
+            v = cut(v - (tl.sum(v, axis=1) / count)[:, None], row, column, of)
+        rate = tl.rsqrt(tl.sum(v * v, axis=1) / count + of.epsilon)
+        _store_rate(out, rate, row, column, of)
+        _finish(v * rate[:, None], given, out, row, column, of)
+    else:
+        row = tl.program_id(0) * of.block_m
+        total = tl.zeros((of.block_m,), tl.float32)
+        squares = tl.zeros((of.block_m,), tl.float32)
+        for column in range(0, of.n, of.block_n):
+            v = _argument(given, row, column, of)
+            total += tl.sum(v, axis=1)
+            squares += tl.sum(v * v, axis=1)
+        mean, moment = total / of.n, squares / of.n
+        if of.norm == "layer":
+            # Rounding may make it negative; NaN stays NaN.
+            moment -= mean * mean
+            moment = tl.maximum(moment, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        rate = tl.rsqrt(moment + of.epsilon)
+        _store_rate(out, rate, row, 0, of)
+        for column in range(0, of.out_n, of.block_n):
+            v = _argument(given, row, column, of)
+            if of.norm == "layer":
+                v -= mean[:, None]
+            _finish(v * rate[:, None], given, out, row, column, of)
 
 
 @triton.jit
 @no_type_check
-def norm_tail_backward_kernel(
-    d,
-    d_scale,
-    d_at,
-    d_scale_2,
-    d_at_2,
-    r,
-    xhat,
-    rstd,
-    bias,
-    gamma,
-    beta,
-    dz_scale_inv,
-    dz_at,
-    dz,
-    dz_fp8,
-    dz_fp8_t,
-    amaxes,
-    dbias,
-    dgamma,
-    dbeta,
-    m: tl.constexpr,
-    n: tl.constexpr,
-    out_m: tl.constexpr,
-    out_n: tl.constexpr,
-    d_n: tl.constexpr,
-    d_scales: tl.constexpr,
-    d_unit: tl.constexpr,
-    r_n: tl.constexpr,
-    xhat_n: tl.constexpr,
-    has_bias: tl.constexpr,
-    has_gamma: tl.constexpr,
-    has_beta: tl.constexpr,
-    has_bf16: tl.constexpr,
-    has_fp8: tl.constexpr,
-    has_fp8_t: tl.constexpr,
-    has_amax: tl.constexpr,
-    limit: tl.constexpr,
-    norm: tl.constexpr,
-    xhat_scale: tl.constexpr,
-    activation: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-):
-    """Writes the gradient of the norm's argument, where `d + r` is that of y.
+def norm_tail_backward_kernel(given, out, of: tl.constexpr):
+    """Writes the gradient of the norm's argument, from the summands of that of y.
 
-    And partial sums of it over rows, for the bias.
+    And partial sums over rows for the bias, gamma and beta.
     """
-    row, column = first_of_tile(out_n, block_m, block_n)
-    g = read(d, row, column, m, d_n, block_m, block_n)
-    g = scaled(g, d_scale + d_at, d_scale_2 + d_at_2, d_scales, d_unit)
-    if r_n > 0:
-        g += read(r, row, column, m, r_n, block_m, block_n)
-    v = read(xhat, row, column, m, xhat_n, block_m, block_n) * (1.0 / xhat_scale)
-    tile = g * slope(v, activation)
-    if norm != "none":
-        rows = row + tl.arange(0, block_m)
-        rate = tl.load(rstd + column // block_n * m + rows, mask=rows < m, other=0.0)
-        count = tl.minimum(n - column, block_n)
-        along = tl.sum(tile * v, axis=1) / count
-        tile = (tile - v * along[:, None]) * rate[:, None]
-    if has_bias:
-        store_sums(dbias, tile, row, column, n, block_m, block_n)
-    # fmt: off
-    write(
-        tile, dz_scale_inv + dz_at, dz, dz_fp8, dz_fp8_t, amaxes, row, column,
-        m, n, out_m, out_n, has_bf16, has_fp8, has_fp8_t, has_amax, limit,
-        block_m, block_n,
-    )
-    # fmt: on
+    if of.norm == "none" or of.block_n >= of.features:
+        first, column = first_of_tile(of)
+        dbias = tl.zeros((of.block_n,), tl.float32)
+        dgamma = tl.zeros((of.block_n,), tl.float32)
+        dbeta = tl.zeros((of.block_n,), tl.float32)
+        for i in range(of.repeat):
+            row = first * of.repeat + i * of.block_m
+            v = _kept(given, row, column, of)
+            g = _gradient(v, given, row, column, of)
+            if given.vectors.gamma is not None:
+                dgamma += tl.sum(g * v, axis=0)
+            if given.vectors.beta is not None:
+                dbeta += tl.sum(g, axis=0)
+            if given.vectors.gamma is not None:
+                g *= columns_of(given.vectors.gamma, column, of)
+            if of.norm != "none":
+                count = tl.minimum(of.n - column, of.block_n)
+                along = tl.sum(g * v, axis=1) / count
+                if of.norm == "layer":
+                    g -= (tl.sum(g, axis=1) / count)[:, None]
+                g = (g - v * along[:, None]) * _rate(given, row, column, of)[:, None]
+            if given.vectors.bias is not None:
+                dbias += tl.sum(g, axis=0)
+            write(g, out.dz, given.scale_inv, row, column, of)
+        if given.vectors.bias is not None:
+            store_sums(out.sums.bias, dbias, first, column, of)
+        if given.vectors.gamma is not None:
+            store_sums(out.sums.gamma, dgamma, first, column, of)
+        if given.vectors.beta is not None:
+            store_sums(out.sums.beta, dbeta, first, column, of)
+    else:
+        row = tl.program_id(0) * of.block_m
+        rate = _rate(given, row, 0, of)
+        centre = tl.zeros((of.block_m,), tl.float32)
+        along = tl.zeros((of.block_m,), tl.float32)
+        for column in range(0, of.n, of.block_n):
+            v = _kept(given, row, column, of)
+            g = _gradient(v, given, row, column, of)
+            if given.vectors.gamma is not None:
+                g *= columns_of(given.vectors.gamma, column, of)
+            centre += tl.sum(g, axis=1)
+            along += tl.sum(g * v, axis=1)
+        for column in range(0, of.out_n, of.block_n):
+            v = _kept(given, row, column, of)
+            g = _gradient(v, given, row, column, of)
+            if given.vectors.gamma is not None:
+                store_sums(out.sums.gamma, tl.sum(g * v, axis=0), row, column, of)
+            if given.vectors.beta is not None:
+                store_sums(out.sums.beta, tl.sum(g, axis=0), row, column, of)
+            if given.vectors.gamma is not None:
+                g *= columns_of(given.vectors.gamma, column, of)
+            if of.norm == "layer":
+                g -= (centre / of.n)[:, None]
+            g = (g - v * (along / of.n)[:, None]) * rate[:, None]
+            if given.vectors.bias is not None:
+                store_sums(out.sums.bias, tl.sum(g, axis=0), row, column, of)
+            write(g, out.dz, given.scale_inv, row, column, of)
+
+
+@triton.jit
+@no_type_check
+def _sum(summands, row, column, of: tl.constexpr):
+    total = decode(summands[0], row, column, of)
+    for i in tl.static_range(1, len(summands)):
+        total += decode(summands[i], row, column, of)
+    return total
+
+
+@triton.jit
+@no_type_check
+def _argument(given, row, column, of: tl.constexpr):
+    """Returns a tile of the sum and the bias, zeros past the end of the columns."""
+    v = _sum(given.summands, row, column, of)
+    if given.vectors.bias is not None:
+        v += columns_of(given.vectors.bias, column, of)
+    return v
+
+
+@triton.jit
+@no_type_check
+def _finish(v, given, out, row, column, of: tl.constexpr):
+    """Writes xhat, of which v is a tile, and y."""
+    if out.xhat is not None:
+        kept = cut(v * of.xhat_scale, row, column, of)
+        store(out.xhat, kept, row, column, of.block_m, of.block_n)
+    y = activated(_affine(v, given.vectors, column, of), of.activation)
+    y = _drop(y, given.dropout, row, column, of)
+    write(y, out.y, given.scale_inv, row, column, of)
+
+
+@triton.jit
+@no_type_check
+def _drop(y, dropout, row, column, of: tl.constexpr):
+    if dropout is not None:
+        rows = row + tl.arange(0, of.block_m)
+        columns = (column + tl.arange(0, of.block_n))[None, :]
+        u = uniform(dropout.words.at, rows, columns)
+        y = tl.where(u < dropout.rate, 0.0, y * (1.0 / (1.0 - dropout.rate)))
+    return y
+
+
+@triton.jit
+@no_type_check
+def _affine(v, vectors, column, of: tl.constexpr):
+    """Returns a tile of `gamma v + beta`."""
+    if vectors.gamma is not None:
+        v *= columns_of(vectors.gamma, column, of)
+    if vectors.beta is not None:
+        v += columns_of(vectors.beta, column, of)
+    return v
+
+
+@triton.jit
+@no_type_check
+def _store_rate(out, rate, row, column, of: tl.constexpr):
+    if out.rstd is not None:
+        rows = row + tl.arange(0, of.block_m)
+        at = out.rstd.at + column // of.block_n * of.m + rows
+        tl.store(at, rate, mask=rows < of.m)
+
+
+@triton.jit
+@no_type_check
+def _rate(given, row, column, of: tl.constexpr):
+    rows = row + tl.arange(0, of.block_m)
+    at = given.rstd.at + column // of.block_n * of.m + rows
+    return tl.load(at, mask=rows < of.m, other=0.0)
+
+
+@triton.jit
+@no_type_check
+def _kept(given, row, column, of: tl.constexpr):
+    """Returns a tile of xhat."""
+    return read(given.xhat, row, column, of) * (1.0 / of.xhat_scale)
+
+
+@triton.jit
+@no_type_check
+def _gradient(v, given, row, column, of: tl.constexpr):
+    """Returns the gradient of the activation's argument, zeros past the end of rows."""
+    g = _sum(given.gradients, row, column, of)
+    g = _drop(g, given.dropout, row, column, of)
+    return g * slope(_affine(v, given.vectors, column, of), of.activation)
 
 
 @triton.jit

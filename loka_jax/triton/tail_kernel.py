@@ -1,8 +1,9 @@
 """What the kernels of tails share. Importing this module imports Triton.
 
-A program computes a tile of block_m rows by block_n columns of a matrix of m rows and n
-columns, which is written of out_m rows and out_n columns. What lies past the end of an
-operand is read as zeros; what lies past the end of the matrix is written as zeros.
+A program computes tiles of `of.block_m` rows by `of.block_n` columns of a matrix of
+`of.m` rows and `of.n` columns, which is written of `of.out_m` rows and `of.out_n`
+columns. What lies past the end of an operand is read as zeros; what lies past the end
+of the matrix is written as zeros. Operands are trees, see `trees`.
 
 `no_type_check` exempts these functions, which Triton compiles from source, from the
 tests' run-time type checks.
@@ -21,45 +22,34 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # all bits of a float32 but its sign
 
 @triton.jit
 @no_type_check
-def first_of_tile(n: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr):
+def first_of_tile(of: tl.constexpr):
     """Returns the first row and column of this program's tile."""
-    tiles_n: tl.constexpr = (n + block_n - 1) // block_n
+    tiles_n: tl.constexpr = (of.out_n + of.block_n - 1) // of.block_n
     program = tl.program_id(0)
-    return program // tiles_n * block_m, program % tiles_n * block_n
+    return program // tiles_n * of.block_m, program % tiles_n * of.block_n
 
 
 @triton.jit
 @no_type_check
-def _place(
-    matrix,
-    row,
-    column,
-    m: tl.constexpr,
-    n: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-):
-    """Returns pointers to a tile of an (m, n) matrix, and what lies inside of it."""
-    rows = (row + tl.arange(0, block_m))[:, None]
-    columns = (column + tl.arange(0, block_n))[None, :]
+def _place(x, row, column, rows: tl.constexpr, columns: tl.constexpr):
+    """Returns pointers to a tile of an array, and which of them lie inside of it."""
+    i = (row + tl.arange(0, rows))[:, None]
+    j = (column + tl.arange(0, columns))[None, :]
     # Beyond 2^31 elements the offsets of rows need 64 bits.
-    return matrix + rows.to(tl.int64) * n + columns, (rows < m) & (columns < n)
+    at = x.at + i.to(tl.int64) * x.shape[1] + j
+    return at, (i < x.shape[0]) & (j < x.shape[1])
 
 
 @triton.jit
 @no_type_check
-def read(
-    matrix,
-    row,
-    column,
-    m: tl.constexpr,
-    n: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-):
-    """Returns a tile in float32, zeros past the m rows and n columns of the operand."""
-    at, inside = _place(matrix, row, column, m, n, block_m, block_n)
-    if m % block_m == 0 and n % block_n == 0:
+def read(x, row, column, of: tl.constexpr):
+    """Returns a tile of an array in float32."""
+    at, inside = _place(x, row, column, of.block_m, of.block_n)
+    m: tl.constexpr = x.shape[0]
+    n: tl.constexpr = x.shape[1]
+    if (m >= of.out_m and m % of.block_m == 0) and (
+        n >= of.out_n and n % of.block_n == 0
+    ):
         return tl.load(at).to(tl.float32)
     else:
         return tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -67,62 +57,53 @@ def read(
 
 @triton.jit
 @no_type_check
-def cut(
-    tile,
-    row,
-    column,
-    m: tl.constexpr,
-    n: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-):
-    """Returns a tile with zeros past the end of the matrix."""
-    if m % block_m == 0 and n % block_n == 0:
-        return tile
-    else:
-        rows = (row + tl.arange(0, block_m))[:, None]
-        columns = (column + tl.arange(0, block_n))[None, :]
-        return tl.where((rows < m) & (columns < n), tile, 0.0)
+def decode(x, row, column, of: tl.constexpr):
+    """Returns a tile of a `Scaled` matrix times its unit and scales.
 
-
-@triton.jit
-@no_type_check
-def read_vector(vector, first, size: tl.constexpr, block: tl.constexpr):
-    """Returns the entries of a tile's columns, or of its rows, zeros past the end."""
-    places = first + tl.arange(0, block)
-    return tl.load(vector + places, mask=places < size, other=0.0)
-
-
-@triton.jit
-@no_type_check
-def scaled(tile, first, second, count: tl.constexpr, unit: tl.constexpr):
-    """Returns a tile times its scales, not times their product, which may vanish.
-
-    The first one is in this unit.
+    Not times their product, which may vanish.
     """
-    if count > 0:
-        tile *= tl.load(first) * unit
-    if count > 1:
-        tile *= tl.load(second)
+    tile = read(x.data, row, column, of)
+    for i in tl.static_range(len(x.scales)):
+        tile *= tl.load(x.scales[i]) * (x.unit if i == 0 else 1.0)
     return tile
 
 
 @triton.jit
 @no_type_check
-def store(
-    matrix,
-    tile,
-    row,
-    column,
-    m: tl.constexpr,
-    n: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-):
-    """Writes a tile in the dtype of the matrix, of m rows and n columns."""
-    at, inside = _place(matrix, row, column, m, n, block_m, block_n)
-    tile = tile.to(matrix.dtype.element_ty)
-    if m % block_m == 0 and n % block_n == 0:
+def read_vector(x, first, size: tl.constexpr, block: tl.constexpr):
+    """Returns the entries of a tile's columns, or of its rows, zeros past the end."""
+    places = first + tl.arange(0, block)
+    return tl.load(x.at + places, mask=places < size, other=0.0)
+
+
+@triton.jit
+@no_type_check
+def columns_of(x, column, of: tl.constexpr):
+    """Returns the entries of a tile's columns, as a row."""
+    return read_vector(x, column, of.n, of.block_n)[None, :]
+
+
+@triton.jit
+@no_type_check
+def cut(tile, row, column, of: tl.constexpr):
+    """Returns a tile with zeros past the end of the matrix."""
+    if (of.m == of.out_m and of.m % of.block_m == 0) and (
+        of.n == of.out_n and of.n % of.block_n == 0
+    ):
+        return tile
+    else:
+        i = (row + tl.arange(0, of.block_m))[:, None]
+        j = (column + tl.arange(0, of.block_n))[None, :]
+        return tl.where((i < of.m) & (j < of.n), tile, 0.0)
+
+
+@triton.jit
+@no_type_check
+def store(x, tile, row, column, rows: tl.constexpr, columns: tl.constexpr):
+    """Writes a tile of rows by columns in the dtype of the array."""
+    at, inside = _place(x, row, column, rows, columns)
+    tile = tile.to(x.at.dtype.element_ty)
+    if x.shape[0] % rows == 0 and x.shape[1] % columns == 0:
         tl.store(at, tile)
     else:
         tl.store(at, tile, mask=inside)
@@ -130,154 +111,89 @@ def store(
 
 @triton.jit
 @no_type_check
-def _places(
-    part,
-    row,
-    column,
-    m: tl.constexpr,
-    start: tl.constexpr,
-    end: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-):
+def _places(x, row, column, start: tl.constexpr, of: tl.constexpr):
     """Returns pointers to a tile's elements in a row, and which of them are there.
 
-    Of a matrix of which an array is columns start to end.
+    Of a matrix whose columns from `start` on are an array.
     """
-    place = tl.arange(0, block_m * block_n)
-    rows, columns = row + place // block_n, column + place % block_n
-    inside = (rows < m) & (columns >= start) & (columns < end)
-    return part + rows.to(tl.int64) * (end - start) + (columns - start), inside
+    place = tl.arange(0, of.block_m * of.block_n)
+    rows, columns = row + place // of.block_n, column + place % of.block_n - start
+    inside = (rows < x.shape[0]) & (columns >= 0) & (columns < x.shape[1])
+    return x.at + rows.to(tl.int64) * x.shape[1] + columns, inside
 
 
 @triton.jit
 @no_type_check
-def load_part(
-    part,
-    row,
-    column,
-    m: tl.constexpr,
-    start: tl.constexpr,
-    end: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-):
-    """Returns a tile in float32 of which an array is columns start to end, else 0."""
+def read_part(x, row, column, start: tl.constexpr, of: tl.constexpr):
+    """Returns a tile in float32 whose columns from `start` on are an array, else 0."""
+    width: tl.constexpr = x.shape[1]
     # Few programs read an array that is narrower than a tile.
-    if (start % 16 == 0 and end % 16 == 0) or end - start < block_n:
-        at, inside = _place(part, row, column - start, m, end - start, block_m, block_n)
-        columns = (column + tl.arange(0, block_n))[None, :]
-        inside = inside & (columns >= start)
+    if (start % 16 == 0 and width % 16 == 0) or width < of.block_n:
+        at, inside = _place(x, row, column - start, of.block_m, of.block_n)
+        inside = inside & (column + tl.arange(0, of.block_n) >= start)[None, :]
         return tl.load(at, mask=inside, other=0.0).to(tl.float32)
     else:
         # Numbers one by one. As a vector neighbouring threads read neighbouring ones;
         # as a matrix they would be as far apart as the stores of the result want them.
-        at, inside = _places(part, row, column, m, start, end, block_m, block_n)
+        at, inside = _places(x, row, column, start, of)
         tile = tl.load(at, mask=inside, other=0.0)
-        return tl.reshape(tile, (block_m, block_n)).to(tl.float32)
+        return tl.reshape(tile, (of.block_m, of.block_n)).to(tl.float32)
 
 
 @triton.jit
 @no_type_check
-def store_part(
-    part,
-    tile,
-    row,
-    column,
-    m: tl.constexpr,
-    start: tl.constexpr,
-    end: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-):
-    """Writes the columns of a tile from `start` to `end`, those of an array."""
-    tile = tile.to(part.dtype.element_ty)
-    if start % 16 == 0 and end % 16 == 0:
-        at, inside = _place(part, row, column - start, m, end - start, block_m, block_n)
-        columns = (column + tl.arange(0, block_n))[None, :]
-        tl.store(at, tile, mask=inside & (columns >= start))
+def store_part(x, tile, row, column, start: tl.constexpr, of: tl.constexpr):
+    """Writes the columns of a tile that are an array from `start` on."""
+    tile = tile.to(x.at.dtype.element_ty)
+    if start % 16 == 0 and x.shape[1] % 16 == 0:
+        at, inside = _place(x, row, column - start, of.block_m, of.block_n)
+        inside = inside & (column + tl.arange(0, of.block_n) >= start)[None, :]
+        tl.store(at, tile, mask=inside)
     else:
         # Numbers one by one: of a vector neighbouring threads write neighbours.
-        at, inside = _places(part, row, column, m, start, end, block_m, block_n)
-        tl.store(at, tl.reshape(tile, (block_m * block_n,)), mask=inside)
+        at, inside = _places(x, row, column, start, of)
+        tl.store(at, tl.reshape(tile, (of.block_m * of.block_n,)), mask=inside)
 
 
 @triton.jit
 @no_type_check
-def store_sums(
-    sums,
-    tile,
-    row,
-    column,
-    n: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-):
-    """Writes the sums over a tile's rows to the row of this tile's number."""
-    columns = column + tl.arange(0, block_n)
-    at = sums + row // block_m * n + columns
-    tl.store(at, tl.sum(tile, axis=0), mask=columns < n)
+def store_sums(x, sums, row, column, of: tl.constexpr):
+    """Writes sums over rows of a tile's columns to the row of this tile's number."""
+    columns = column + tl.arange(0, of.block_n)
+    at = x.at + row // of.block_m * of.n + columns
+    tl.store(at, sums, mask=columns < of.n)
 
 
 @triton.jit
 @no_type_check
-def store_dots(
-    dots,
-    tile,
-    vector,
-    row,
-    column,
-    m: tl.constexpr,
-    n: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-):
+def store_dots(dots, tile, vector, row, column, of: tl.constexpr):
     """Writes a tile's rows times a vector to the row of this column's number."""
-    rows = row + tl.arange(0, block_m)
-    at = dots + (column // block_n).to(tl.int64) * m + rows
-    products = tile * read_vector(vector, column, n, block_n)[None, :]
-    tl.store(at, tl.sum(products, axis=1), mask=rows < m)
+    rows = row + tl.arange(0, of.block_m)
+    at = dots.at + (column // of.block_n).to(tl.int64) * of.m + rows
+    products = tile * columns_of(vector, column, of)
+    tl.store(at, tl.sum(products, axis=1), mask=rows < of.m)
 
 
 @triton.jit
 @no_type_check
-def write(
-    tile,
-    scale_inv,
-    out,
-    out_fp8,
-    out_fp8_t,
-    amaxes,
-    row,
-    column,
-    m: tl.constexpr,
-    n: tl.constexpr,
-    out_m: tl.constexpr,
-    out_n: tl.constexpr,
-    has_bf16: tl.constexpr,
-    has_fp8: tl.constexpr,
-    has_fp8_t: tl.constexpr,
-    has_amax: tl.constexpr,
-    limit: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-):
-    """Writes a tile of a result in every form, and the tile's amax."""
-    tile = cut(tile, row, column, m, n, block_m, block_n)
-    if has_bf16:
-        store(out, tile, row, column, out_m, out_n, block_m, block_n)
-    if has_fp8:
+def write(tile, out, scale_inv, row, column, of: tl.constexpr):
+    """Writes a tile of a result in every form of a `Written`, and the tile's amax."""
+    tile = cut(tile, row, column, of)
+    if out.bf16 is not None:
+        store(out.bf16, tile, row, column, of.block_m, of.block_n)
+    if out.fp8 is not None:
         cast = tile * (1.0 / tl.load(scale_inv))
         # NaN stays NaN.
-        cast = tl.clamp(cast, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
-        cast = cast.to(out_fp8.dtype.element_ty)
-        store(out_fp8, cast, row, column, out_m, out_n, block_m, block_n)
-        if has_fp8_t:
+        cast = tl.clamp(cast, -of.limit, of.limit, propagate_nan=tl.PropagateNan.ALL)
+        cast = cast.to(out.fp8.at.dtype.element_ty)
+        store(out.fp8, cast, row, column, of.block_m, of.block_n)
+        if out.fp8_t is not None:
             cast = tl.trans(cast)
-            store(out_fp8_t, cast, column, row, out_n, out_m, block_n, block_m)
-    if has_amax:
-        tiles_n: tl.constexpr = (out_n + block_n - 1) // block_n
-        _store_amax(amaxes + row // block_m * tiles_n + column // block_n, tile)
+            store(out.fp8_t, cast, column, row, of.block_n, of.block_m)
+    if out.amaxes is not None:
+        tiles_n: tl.constexpr = (of.out_n + of.block_n - 1) // of.block_n
+        at = out.amaxes.at + row // of.block_m * tiles_n + column // of.block_n
+        _store_amax(at, tile)
 
 
 @triton.jit

@@ -24,8 +24,8 @@ from loka_jax.normed import (
 from loka_jax.tails import (
     CrossGradients,
     CrossTail,
+    Dropout,
     Forms,
-    Fp8Copies,
     NormTail,
     NormTailGradients,
     Outer,
@@ -33,6 +33,7 @@ from loka_jax.tails import (
     Scaled,
     Written,
 )
+from loka_jax.unbiased import uniform
 from loka_jax.xla.dense_norm import (
     ACTIVATIONS,
     affine,
@@ -51,7 +52,6 @@ def cross_tail(
     *,
     want: Forms,
     y_scale_inv: Scale | None = None,
-    keep_s: bool = False,
     has_row_sum: bool = False,
 ) -> CrossTail:
     """Returns `y = x0 * s`, s the sum of the summands and the bias, in float32.
@@ -59,57 +59,56 @@ def cross_tail(
     With a head its dots, too.
     """
     shape = want.shape_of(x0.data)
-    s = functools.reduce(jnp.add, (_matrix(z, shape) for z in summands))
-    s = plus(s, bias)
+    s = plus(_sum(summands, shape), bias)
     y = cut(decode(x0), shape) * s
     return CrossTail(
         y=write(y, want, y_scale_inv),
-        s=_pad(s.astype(jnp.bfloat16), want) if keep_s else None,
         row_sum=jnp.sum(y, axis=0) if has_row_sum else None,
         dots=None if head is None else jnp.sum(y * head[None, :], axis=1),
     )
 
 
 def cross_gradient(
-    gradients: Sequence[Scaled | Outer],
+    gradients: Sequence[Sequence[Scaled | Outer]],
     products: Sequence[Scaled],
     biases: Sequence[Float[Array, "n"] | None],
-    other: Scaled | None = None,
     x0: Scaled | None = None,
     *,
     parts: Sequence[jax.ShapeDtypeStruct],
     shape: tuple[int, int],
 ) -> CrossGradients:
-    """Returns `d_0 + other + sum over l of d_l * s_l`, split into parts.
+    """Returns the gradient of each part of x0, and of a head, summed in float32.
 
-    And the gradient of a head, where the last d is an outer product. XLA joins it with
-    what reads it.
+        dx0 = d_0 + sum over l of d_l * s_l    s_l = 1 + z_1 + bias_1 + ... + bias_l
+        dw  = sum over rows of e * x0 * s_L    where a head w gives e w^T to d_L
+
+    XLA joins it with what reads it.
 
     Args:
-        gradients: d_0 and so on, of the features before each layer and after the last.
-        products: z_1 and so on, of each layer: `s_l = 1 + z_1 + bias_1 + ... + z_l`.
+        gradients: summands of d_0 and so on, of the features before each layer and
+            after the last; an outer product among the last if a head reads these.
+        products: z_1 and so on, of each layer.
         biases: float32, of each layer; None if absent.
-        other: another summand, or None.
         x0: the features; None without a head.
-        parts: the types of the arrays into which columns are split.
+        parts: the types of the arrays into which columns are split; columns past them
+            have no gradient.
         shape: rows and columns of the features.
     """
-    first, *rest = (_matrix(d, shape) for d in gradients)
-    total = first if other is None else first + cut(decode(other), shape)
-    s = jnp.ones((), jnp.float32)
+    zeros = jnp.zeros((), jnp.float32)
+    first, *rest = (_sum(d, shape) if d else zeros for d in gradients)
+    total, s = first, jnp.ones((), jnp.float32)
     for d, z, bias in zip(rest, products, biases, strict=True):
-        s = s + plus(cut(decode(z), shape), bias)
+        s = s + plus(_matrix(z, shape), bias)
         total = total + d * s
     ends = itertools.accumulate(part.shape[1] for part in parts)
     dx0 = tuple(
         total[:, end - part.shape[1] : end].astype(part.dtype)
         for part, end in zip(parts, ends, strict=True)
     )
-    last, head = gradients[-1], None
-    if isinstance(last, Outer):
-        assert x0 is not None
-        y = cut(decode(x0), shape) * s
-        head = jnp.sum(last.column[:, None] * y, axis=0)
+    head = None
+    if x0 is not None:
+        (outer,) = (x for x in gradients[-1] if isinstance(x, Outer))
+        head = jnp.sum(outer.column[:, None] * _matrix(x0, shape) * s, axis=0)
     return CrossGradients(dx0, head)
 
 
@@ -127,31 +126,32 @@ def joined_cast(
 
 
 def norm_tail(
-    z: Scaled,
-    r: Float[Array, "m n"] | None = None,
+    summands: Sequence[Scaled],
     vectors: NormVectors = NO_VECTORS,
+    dropout: Dropout | None = None,
     *,
     epilogue: Epilogue,
     want: Forms,
     y_scale_inv: Scale | None = None,
     xhat: DTypeLike | None = E4M3,
 ) -> NormTail:
-    """Returns `activation(gamma norm(z + bias + r) + beta)`, and what backward reads.
+    """Returns `drop(activation(gamma norm(z + bias) + beta))`, and what backward reads.
 
     Args:
-        z: the product.
-        r: bfloat16 summand, or None.
+        summands: products and residuals whose sum is z.
         vectors: bias, and gamma and beta of a norm of whole rows.
+        dropout: of y; None for none.
         epilogue: norm and activation.
         want: the forms of y.
         y_scale_inv: scale of the FP8 form.
         xhat: dtype in which normalized rows are kept, E4M3 or bfloat16 (always
             bfloat16 without a norm); None to return no residuals.
     """
-    shape = want.shape_of(z.data)
-    argument = plus(_sum(z, r, shape), vectors.bias)
+    shape = want.shape_of(summands[0].data)
+    argument = plus(_sum(summands, shape), vectors.bias)
     normed, rstd = normalize(argument, epilogue)
     y = ACTIVATIONS[epilogue.activation](affine(normed, vectors))
+    y = _drop(y, dropout)
     y = write(y, want, y_scale_inv)
     if xhat is None:
         return NormTail(y, None)
@@ -164,32 +164,38 @@ def norm_tail(
 
 
 def norm_tail_backward(
-    d: Scaled,
-    r: Float[Array, "m n"] | None,
+    gradients: Sequence[Scaled],
     residuals: NormResiduals,
     vectors: NormVectors = NO_VECTORS,
+    dropout: Dropout | None = None,
     *,
     epilogue: Epilogue,
     want: Forms,
     dz_scale_inv: Scale | None = None,
 ) -> NormTailGradients:
-    """Returns the gradients of z and the vectors, where y has the gradient `d + r`.
+    """Returns the gradients of z and the vectors.
 
     Args:
-        d: first summand of the gradient of y.
-        r: second summand, bfloat16, or None.
-        residuals, vectors, epilogue: of the forward pass. Without a norm, y in any of
-            its forms serves the backward pass of relu, which reads only signs.
+        gradients: of y; they are added.
+        residuals, vectors, dropout, epilogue: of the forward pass. Without a norm, y in
+            any of its forms serves the backward pass of relu, which reads only signs.
         want: the forms of dz.
         dz_scale_inv: scale of the FP8 form.
     """
-    shape = want.shape_of(d.data)
+    shape = want.shape_of(gradients[0].data)
     residuals = residuals._replace(xhat=cut(residuals.xhat, shape))
-    dy = _sum(d, r, shape)
+    dy = _drop(_sum(gradients, shape), dropout)
     dz, dgamma, dbeta = norm_backward(dy, residuals, vectors, epilogue=epilogue)
     dbias = None if vectors.bias is None else jnp.sum(dz, axis=0)
-    gradients = NormVectors(dbias, dgamma, dbeta)
-    return NormTailGradients(write(dz, want, dz_scale_inv), gradients)
+    of_vectors = NormVectors(dbias, dgamma, dbeta)
+    return NormTailGradients(write(dz, want, dz_scale_inv), of_vectors)
+
+
+def _drop(y: Float[Array, "m n"], dropout: Dropout | None) -> Float[Array, "m n"]:
+    if dropout is None:
+        return y
+    u = uniform(dropout.words, jnp.arange(y.shape[0]), y.shape[1])
+    return jnp.where(u < dropout.rate, 0.0, y / (1 - dropout.rate))
 
 
 def decode(x: Scaled) -> Float[Array, "m n"]:
@@ -228,15 +234,16 @@ def write(x: Float[Array, "m n"], want: Forms, scale_inv: Scale | None) -> Writt
         want: its forms.
         scale_inv: of the FP8 form.
     """
-    x, copies = _pad(x, want), None
+    x = _pad(x, want)
+    data = None
     if want.fp8 is not None:
         assert scale_inv is not None
         data = fp8.cast(x, scale_inv.value, want.fp8).data
-        data_t = data.T if want.transposed else None
-        copies = Fp8Copies(data, data_t, scale_inv)
     return Written(
         bf16=x.astype(jnp.bfloat16) if want.bf16 else None,
-        fp8=copies,
+        fp8=data,
+        fp8_t=data.T if data is not None and want.transposed else None,
+        scale_inv=scale_inv,
         amaxes=fp8.amax_of_parts(x) if want.amax else None,
     )
 
@@ -246,6 +253,5 @@ def _pad(x: Array, want: Forms) -> Array:
     return fp8.pad_to(x, want.written_shape((rows, columns)))
 
 
-def _sum(d: Scaled, r: Array | None, shape: tuple[int, int]) -> Array:
-    value = cut(decode(d), shape)
-    return value if r is None else value + cut(r, shape).astype(jnp.float32)
+def _sum(summands: Sequence[Scaled | Outer], shape: tuple[int, int]) -> Array:
+    return functools.reduce(jnp.add, (_matrix(x, shape) for x in summands))

@@ -7,8 +7,10 @@ from loka_jax.dispatch.candidates import table_key
 from loka_jax.dispatch.header import Header
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.table import MEASURES, Entry, RoleErrors, Table
+from loka_jax.group import Dense, Group, Member
 from loka_jax.measure.intervals import Interval
 from loka_jax.measure.roofline import Roofline
+from loka_jax.normed import Epilogue
 from loka_jax.ops.plan import resolve_served
 from loka_jax.recipe import ROLES, get_recipe
 from loka_jax.site import BF16, SiteSpec
@@ -35,10 +37,24 @@ KERNEL = "pallas bf16"
 def site(
     path="top/dense_0", m=128, k=64, n=64, recipe="fp8_rowwise", *, batch=None, **spec
 ) -> nn.Site:
-    """Returns a site on a CPU; `spec` has its norm, activation, bias and `follows`."""
-    follows = spec.pop("follows", False)
+    """Returns a site on a CPU; `spec` has its norm, activation and bias."""
     plan = resolve_served(SiteSpec(m, k, n, **spec), get_recipe(recipe), stand_ins.CPU)
-    return nn.Site(path=path, plan=plan, batch=batch, follows=follows)
+    return nn.Site(path=path, plan=plan, batch=batch)
+
+
+def in_a_row(*sites: nn.Site) -> list[nn.Site]:
+    """Returns sites as a group, in which each reads what the one before makes."""
+    layers = tuple(
+        Dense(
+            reads=i,
+            member=Member(site.path, site.spec),
+            norm=Epilogue(site.spec.norm, site.spec.activation),
+        )
+        for i, site in enumerate(sites)
+    )
+    first, last = sites[0].spec, len(sites)
+    group = Group(rows=first.m, inputs=((first.k,),), layers=layers, outputs=(last,))
+    return [dataclasses.replace(site, group=group) for site in sites]
 
 
 def up_to(high: float) -> Interval:

@@ -1,7 +1,7 @@
 """What products with tails between them compute, in numpy and float64, rounded alike.
 
-Written from the equations of `ops.wide_stack`, `ops.cross` and `ops.crossed_stack`, and
-from what their recipes say is rounded. Amaxes are those that a step should measure: of
+Written from the equations of `ops.group` and `ops.group_cross`, and from what their
+recipes say is rounded. Amaxes are those that a step should measure: of
 lhs, rhs and g of each product, NaN where no product casts an operand.
 """
 
@@ -17,13 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from loka_jax import scaling
-from loka_jax.ops.cross import Crossed, CrossLayer, cross_network
-from loka_jax.ops.crossed_stack import CrossedBeside, crossed_beside, crossed_stack
+from loka_jax.group import Cross, Dense, Group, Member
+from loka_jax.normed import Epilogue
 from loka_jax.ops.device import local_device
+from loka_jax.ops.group import run_group
+from loka_jax.ops.group_cross import LayerArrays
 from loka_jax.ops.plan import resolve
-from loka_jax.ops.wide_stack import WideLayer, wide_stack
 from loka_jax.recipe import ROLES, get_recipe
 from loka_jax.site import Choice, SiteSpec
+from loka_jax.unbiased import uniform
 from tests import support
 from tests.support import oracle
 from tests.support.nn import factor_of
@@ -43,6 +45,7 @@ class Form(NamedTuple):
     ends_linear: bool = False
     input_norm: str = "none"
     m: int = 48
+    dropout: float = 0.0
     widths: tuple[int, ...] = (96, 272, 80, 64)  # 272: more than a block of a norm
 
     def epilogue(self, i):
@@ -54,7 +57,7 @@ class Form(NamedTuple):
 
 def plan(recipe, m, k, n, **spec):
     """Returns the plan of a site whose delayed scales are set."""
-    choice = Choice.parse(f"xla {recipe}").with_initialized_scales()
+    choice = Choice.parse(f"group {recipe}").with_initialized_scales()
     return resolve(SiteSpec(m, k, n, **spec), choice, local_device())
 
 
@@ -89,7 +92,8 @@ def wide_layers(form):
             gamma = (1 + support.normal(n, seed=20 + i) / 4).at[3].set(32.0)
             beta = support.normal(n, seed=30 + i) if form.norm == "layer" else None
         bias = support.normal(n, seed=10 + i) if form.use_bias else None
-        return WideLayer(support.normal(k, n, seed=i) / k**0.5, bias, gamma, beta)
+        kernels = (support.normal(k, n, seed=i) / k**0.5,)
+        return LayerArrays(kernels, bias, gamma, beta)
 
     return tuple(map(layer, range(len(form.widths) - 1)))
 
@@ -104,9 +108,24 @@ def cross_layers(n, rank, depth, *, has_bias=True):
             for j, (k, n) in enumerate(itertools.pairwise(widths))
         )
         bias = support.normal(n, seed=10 * i + 5) if has_bias else None
-        return CrossLayer(kernels, bias)
+        return LayerArrays(kernels, bias)
 
     return tuple(map(layer, range(depth)))
+
+
+def dropout_words(count):
+    """Returns random words of each of some layers."""
+    return jax.random.bits(jax.random.key(3), (count, 2), jnp.uint32)
+
+
+def kept_share(form, i, shape):
+    """Returns the factors of dropout on the activations of layer i."""
+    if not form.dropout:
+        return np.float64(1.0)
+    has_norm = form.input_norm != "none"
+    words = dropout_words(len(form.widths) - 1 + has_norm)[i + has_norm]
+    u = np.asarray(uniform(words, jnp.arange(shape[0]), shape[1]))
+    return np.where(u < form.dropout, 0.0, 1 / (1 - form.dropout))
 
 
 def rows(m, n, seed):
@@ -201,9 +220,10 @@ def bound_after_norm(norm, n, layer=None):
     return np.max(bound * np.abs(layer.gamma) + beta)
 
 
-def bounding_scale(norm, n, layer=None):
+def bounding_scale(norm, n, layer=None, dropout=0.0):
     """Returns the least power of two under which no row after a norm saturates."""
-    return 2.0 ** math.ceil(math.log2(bound_after_norm(norm, n, layer) / 448))
+    bound = bound_after_norm(norm, n, layer) / (1 - dropout)
+    return 2.0 ** math.ceil(math.log2(bound / 448))
 
 
 def stored_xhat(xhat, norm, is_fp8):
@@ -216,7 +236,7 @@ class WideStack:
     """A stack's forward pass (`forward`), then its backward pass (`backward`)."""
 
     form: Form
-    layers: tuple[WideLayer, ...]
+    layers: tuple[LayerArrays, ...]
     by_layer: tuple[str, ...]
 
     def __post_init__(self):
@@ -244,7 +264,7 @@ class WideStack:
             if self.kept and self.kept[-1][2:4] == ["none", "relu"]:
                 # Its backward pass reads the signs of what it has handed on.
                 self.kept[-1][4] = lhs if rounded.is_fp8["fwd"] else of_drhs
-            rhs, of_dlhs = rounded.read("rhs", layer.kernel, "fwd", "dlhs")
+            rhs, of_dlhs = rounded.read("rhs", *layer.kernels, "fwd", "dlhs")
             of_lhs = scale or rounded.of["lhs"]
             unit = of_lhs * rounded.of["rhs"] if rounded.is_fp8["fwd"] else 1.0
             z = oracle.bf16(lhs @ rhs, unit)
@@ -253,9 +273,10 @@ class WideStack:
             kept = stored_xhat(xhat, norm, rounded.is_fp8["dlhs"])
             self.kept.append([of_drhs, of_dlhs, norm, activation, kept, rate])
             x, _ = oracle.activate(activation, oracle.affine(xhat, layer))
+            x = x * kept_share(self.form, i, x.shape)
             scale = None
             if norm != "none":
-                scale = bounding_scale(norm, xhat.shape[1], layer)
+                scale = bounding_scale(norm, xhat.shape[1], layer, self.form.dropout)
         return oracle.bf16(x)
 
     def backward(self, g, *, to_fp8=False):
@@ -264,11 +285,12 @@ class WideStack:
         for i in reversed(range(len(self.layers))):
             rounded, layer = self.roundings[i], self.layers[i]
             lhs, rhs, norm, activation, xhat, rate = self.kept[i]
+            d = d * kept_share(self.form, i, d.shape)
             terms = oracle.product_gradient(d, xhat, rate, layer, norm, activation)
             of_dlhs, of_drhs = rounded.read("g", terms[0], "dlhs", "drhs")
             given = zip(layer[1:], terms, strict=True)
             vectors = (None if v is None else term.sum(0) for v, term in given)
-            gradients.append(WideLayer(lhs.T @ of_drhs, *vectors))
+            gradients.append(LayerArrays((lhs.T @ of_drhs,), *vectors))
             d, unit = of_dlhs @ rhs.T, rounded.unit("dlhs", "g", "rhs")
             if to_fp8 and i == 0:
                 d = rounded.to_fp8("dlhs", d, of_dlhs.shape[1], unit)
@@ -288,11 +310,50 @@ def wide_operands(form, by_layer):
     return wide_plans(form, by_layer), x, wide_layers(form), states, g
 
 
+def dense_layers(form, plans, first):
+    """Returns the layers of a stack that reads value `first`, the next in order."""
+    return tuple(
+        Dense(
+            reads=first if i == 0 else i,
+            member=Member(f"dense_{i}", plan.spec),
+            norm=Epilogue(*form.epilogue(i)),
+            dropout=form.dropout,
+        )
+        for i, plan in enumerate(plans)
+    )
+
+
+def moved(layer, by):
+    """Returns a dense layer as it is behind `by` more layers."""
+    return dataclasses.replace(layer, reads=layer.reads + by)
+
+
+def wide_group(form, plans):
+    """Returns the group of a stack, whose input may be normalized."""
+    layers = dense_layers(form, plans, 0)
+    if form.input_norm != "none":
+        normed = Dense(reads=0, member=None, norm=Epilogue(form.input_norm))
+        layers = normed, *(moved(layer, 1) for layer in layers)
+    outputs = (len(layers),)
+    widths = ((form.widths[0],),)
+    return Group(rows=form.m, inputs=widths, layers=layers, outputs=outputs)
+
+
 def wide_results(form, by_layer, *, step=compiled, **options):
     """Returns (y, gradients of x and the layers), and the next states."""
     plans, x, layers, states, g = wide_operands(form, by_layer)
-    options = dict(plans=plans, input_norm=form.input_norm, **options)
-    run = lambda arrays, states: wide_stack(*arrays, states, **options)  # noqa: E731
+    group = wide_group(form, plans)
+
+    def run(arrays, states):
+        x, layers = arrays
+        given = tuple((layer,) for layer in layers)
+        if form.input_norm != "none":
+            given = (LayerArrays(),), *given
+        words = dropout_words(len(group.layers)) if form.dropout else None
+        options.setdefault("words", words)
+        (y,) = run_group(group, plans, ((x,),), given, states, **options)
+        return y
+
     return step(run, (x, layers), states, g)
 
 
@@ -314,7 +375,7 @@ def assert_wide_follows_the_equations(form, by_layer, *, limit=2.0**-9, **option
 class CrossNetwork:
     """A network's forward pass (`forward`), then its backward pass (`backward`)."""
 
-    layers: tuple[CrossLayer, ...]
+    layers: tuple[LayerArrays, ...]
     recipe: str
 
     def __post_init__(self):
@@ -368,7 +429,7 @@ class CrossNetwork:
                 if j:
                     g = oracle.bf16(g, unit)
             d = rounded.to_fp8("dlhs", g, of_dlhs.shape[1], unit)
-            gradients.append(CrossLayer(tuple(reversed(kernels)), dbias))
+            gradients.append(LayerArrays(tuple(reversed(kernels)), dbias))
             dx0, total = dx0 + d * s, total + d
         return dx0, tuple(reversed(gradients))
 
@@ -403,6 +464,23 @@ class CrossedCase(NamedTuple):
         return (self.recipe,) * (len(self.form.widths) - 1)
 
 
+def crossed_group(case, own, plans, parts):
+    """Returns the group of a cross network and the layers behind it or beside it."""
+    members = tuple(
+        tuple(Member(f"cross_{i}_{j}", plan.spec) for j, plan in enumerate(each))
+        for i, each in enumerate(own)
+    )
+    layers = dense_layers(case.form, plans, 0 if case.is_beside else 1)
+    layers = *layers[:1], *(moved(layer, 1) for layer in layers[1:])
+    return Group(
+        rows=case.form.m,
+        inputs=(tuple(part.shape[1] for part in parts),),
+        layers=(Cross(reads=0, members=members), *layers),
+        outputs=(1 + len(layers),),
+        head=1 if case.is_beside else None,
+    )
+
+
 def crossed_operands(case):
     """Returns a function of arrays and states, both, and a result's gradient."""
     plans, x0, layers, states, g = wide_operands(case.form, case.by_layer)
@@ -411,18 +489,16 @@ def crossed_operands(case):
     head = support.normal(n, seed=52) / n**0.5
     cross = cross_layers(n, case.rank, case.depth, has_bias=case.has_bias)
     parts = (x0[:, :16], x0[:, 16:]) if case.has_bias else (x0,)
+    group = crossed_group(case, own, plans, parts)
 
     def run(arrays, states, **options):
-        x0, cross, layers, head = arrays
-        crossed = Crossed(x0, cross, states[0], own)
-        if case.is_beside:
-            beside = CrossedBeside(crossed, layers, states[1], plans)
-            return crossed_beside(beside, head, **options)
-        if layers:
-            y = crossed_stack(crossed, layers, states[1], plans=plans, **options)
-        else:
-            y = cross_network(crossed, **options)
-        return jnp.sum(head) * jnp.ones(m), y
+        parts, cross, layers, head = arrays
+        given = cross, *((layer,) for layer in layers)
+        states = *(x for each in states[0] for x in each), *states[1]
+        all_plans = *(x for each in own for x in each), *plans
+        dotted = head if case.is_beside else None
+        out = run_group(group, all_plans, (parts,), given, states, dotted, **options)
+        return out if case.is_beside else (jnp.sum(head) * jnp.ones(m), *out)
 
     arrays = parts, cross, layers, head
     return run, arrays, (cross_states(own), states), (support.normal(m, seed=53), g)

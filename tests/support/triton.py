@@ -21,15 +21,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from loka_jax import triton
-from loka_jax.ops import kernels
+from loka_jax import mapped, triton
 
 _NEEDS_EXTRA = "needs the extra loka-jax[triton]"
 # The modules that launch kernels, and those that hold them.
 _NAMES_OF_LAUNCHING = "dot_features joined_norm matmul merge packed route row_update"
 _LAUNCHING = [
     importlib.import_module(f"{triton.__name__}.{name}")
-    for name in f"{_NAMES_OF_LAUNCHING} row_wire tail".split()
+    for name in f"{_NAMES_OF_LAUNCHING} row_wire tails trees".split()
 ]
 _KERNEL_FILES = sorted(pathlib.Path(triton.__file__).parent.glob("*_kernel.py"))
 # Triton's name of a type -> numpy's.
@@ -150,9 +149,15 @@ def launches(monkeypatch):
         recorded.append(Launch(kernel, given | constants, grid, num_warps, aliases))
         return tuple(jnp.asarray(np.zeros(x.shape, x.dtype)) for x in outputs)
 
+    def record_tree(kernel, given, out, of, *, grid, num_warps):
+        trees = dict(given=given, out=out, of=of)
+        recorded.append(Launch(kernel, trees, grid, num_warps, {}))
+        return jax.tree.map(lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), out)
+
     for module in _LAUNCHING:
-        monkeypatch.setattr(module, "launch", record)
-        monkeypatch.setattr(module, "require_triton", lambda: None)
+        monkeypatch.setattr(module, "launch_tree", record_tree, raising=False)
+        monkeypatch.setattr(module, "launch", record, raising=False)
+        monkeypatch.setattr(module, "require_triton", lambda: None, raising=False)
     return recorded
 
 
@@ -169,7 +174,7 @@ def anywhere(request, monkeypatch):
     request.getfixturevalue(request.param)
     if request.param == "interpreted":  # which takes no traced arrays
         call = lambda kernel, *operands: kernel(*operands)  # noqa: E731
-        monkeypatch.setattr(kernels, "one_by_one", call)
+        monkeypatch.setattr(mapped, "one_by_one", call)
 
 
 @dataclasses.dataclass
@@ -220,8 +225,8 @@ def interpreted(monkeypatch):
                 monkeypatch.setattr(module, name, function, raising=False)
     monkeypatch.setattr(interpreter.ScanOps, "generic_scan", _scan)
     for module in _LAUNCHING:
-        monkeypatch.setattr(module, "launch", _interpret)
-        monkeypatch.setattr(module, "require_triton", lambda: None)
+        monkeypatch.setattr(module, "launch", _interpret, raising=False)
+        monkeypatch.setattr(module, "require_triton", lambda: None, raising=False)
 
 
 def _compute_in_float32(monkeypatch, builder, tl):
@@ -273,10 +278,20 @@ def _interpret(
         x if isinstance(x, int) else _Tensor(x, _NAMES[x.dtype])
         for x in (*arrays, *results)
     ]
-    kernel = getattr(_interpreted_copy(kernel.fn), kernel.__name__)
+    kernel = _interpreted(kernel)
     with np.errstate(all="ignore"):  # as on a GPU
         kernel[(grid,)](*tensors, **constants)
     return tuple(jnp.asarray(x) for x in results)
+
+
+def _interpreted(kernel):
+    """Returns a kernel, or a generated one and what it calls, uncompiled."""
+    body = kernel.fn.__globals__.get("body")
+    if body is None:
+        return getattr(_interpreted_copy(kernel.fn), kernel.__name__)
+    names = kernel.fn.__globals__ | dict(body=_interpreted(body))
+    function = types.FunctionType(kernel.fn.__code__, names)
+    return triton_module("runtime.interpreter").InterpretedFunction(function)
 
 
 def _interpreted_copy(function):

@@ -9,12 +9,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 # Lowest first. Providers (xla, pallas, triton) have no knowledge of each other.
 LAYERS = """
 terminal options compat
-fp8 quality jsonfile cache_folder saved_format checked
+fp8 quality jsonfile cache_folder saved_format checked mapped
 unbiased
 commands
 recipe normed packed maxima launch server
 scaling site tails report
-xla pallas triton
+xla pallas triton group
 probe
 ops
 nn

@@ -5,17 +5,17 @@ import numpy as np
 import pytest
 
 from loka_jax.fp8 import E4M3
-from loka_jax.tails import Forms, Fp8Copies, Scale
+from loka_jax.tails import Forms, Scale, Written
 
 
 def test_products_contract_the_layout_whose_last_dim_they_need():
     data = jnp.arange(6.0).reshape(2, 3).astype(E4M3)
-    copies = Fp8Copies(data, data.T, Scale.of(jnp.float32(2)))
+    copies = Written(fp8=data, fp8_t=data.T, scale_inv=Scale.of(jnp.float32(2)))
     assert copies.contracting(1).data.shape == (2, 3)
     assert copies.contracting(0).data.shape == (3, 2)
     np.testing.assert_array_equal(copies.contracting(0).scales[0].value, 2)
     with pytest.raises(AssertionError):
-        Fp8Copies(data, None, copies.scale_inv).contracting(0)
+        copies._replace(fp8_t=None).contracting(0)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from loka_jax.dispatch.cross_networks import networks
-from loka_jax.dispatch.plan import DispatchPlan, as_json, chains_of, from_json
+from loka_jax.dispatch.groups import cross_networks
+from loka_jax.dispatch.plan import DispatchPlan, as_json, from_json
 from loka_jax.dispatch.policy import Decision
 from loka_jax.dispatch.review import live_intervals
 from loka_jax.dispatch.table import RoleErrors
@@ -124,8 +124,11 @@ def _followers(
 def _cross_networks(run: Run) -> list[list[str]]:
     """Returns the paths of each cross network whose sites have one choice."""
     decisions = _decisions(run)
-    paths = [[x.path for x in net.sites] for net in networks(chains_of(run.sites))]
-    return [net for net in paths if len({decisions[x].choice for x in net}) == 1]
+    return [
+        network
+        for network in cross_networks(run.sites)
+        if len({decisions[path].choice for path in network}) == 1
+    ]
 
 
 def _returning(run: Run, probe: Any, progress: Progress) -> dict[str, Decision]:

@@ -257,6 +257,6 @@ MISTAKES = [
         f"{_DISPATCH}/plan.py",
         "return None if why_no_kernels(performance.device) else performance.roofline",
         "return performance.roofline",
-        "unit/dispatch/stacks_test.py",
+        "unit/dispatch/groups_test.py",
     ),
 ]

@@ -34,9 +34,9 @@ MISTAKES = [
     Mistake(
         "a layer's gradient meets the sum without its own product",
         "loka_jax/xla/tails.py",
-        "        s = s + plus(cut(decode(z), shape), bias)\n        total = total + d * s",
-        "        total = total + d * s\n        s = s + plus(cut(decode(z), shape), bias)",
-        "unit/ops/crossed_stack_test.py",
+        "        s = s + plus(_matrix(z, shape), bias)\n        total = total + d * s",
+        "        total = total + d * s\n        s = s + plus(_matrix(z, shape), bias)",
+        "unit/ops/group_test.py",
     ),
     Mistake(
         "codes are the nearest, not right on average",
@@ -131,16 +131,16 @@ MISTAKES = [
     ),
     Mistake(
         "both scales of a product are the first one",
-        "loka_jax/triton/tail.py",
-        "self.add_scale(x.scales[i] if i < len(x.scales) else None)",
-        "self.add_scale(x.scales[0] if i < len(x.scales) else None)",
-        "unit/triton/tails_test.py",
+        "loka_jax/triton/tail_kernel.py",
+        "tl.load(x.scales[i])",
+        "tl.load(x.scales[0])",
+        "whole/triton/tails_test.py",
     ),
     Mistake(
         "a program of whole rows is launched for each of their tiles",
-        "loka_jax/triton/tail.py",
-        "block_n if by_row else n)",
-        "n)",
+        "loka_jax/triton/tails.py",
+        "            tiles_n = 1  # a program",
+        "            tiles_n = tiles_n  # a program",
         "unit/triton/tails_test.py",
     ),
     Mistake(
@@ -188,8 +188,8 @@ MISTAKES = [
     Mistake(
         "the FP8 form of a tail does not saturate downwards",
         "loka_jax/triton/tail_kernel.py",
-        "tl.clamp(cast, -limit, limit,",
-        "tl.clamp(cast, -2 * limit, limit,",
+        "tl.clamp(cast, -of.limit, of.limit,",
+        "tl.clamp(cast, -2 * of.limit, of.limit,",
         "whole/triton/tails_test.py",
     ),
 ]

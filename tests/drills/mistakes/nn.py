@@ -92,8 +92,8 @@ MISTAKES = [
     Mistake(
         "dropout keeps as much as it should drop",
         f"{NN}/mlp.py",
-        "linen.Dropout(self.dropout_rate, deterministic=False)",
-        "linen.Dropout(1 - self.dropout_rate, deterministic=False)",
+        "x = linen.Dropout(self.dropout_rate, deterministic=False)(out)",
+        "x = linen.Dropout(1 - self.dropout_rate, deterministic=False)(out)",
         "unit/nn/mlp_test.py",
     ),
     Mistake(
@@ -133,7 +133,7 @@ MISTAKES = [
     ),
     Mistake(
         "the head beside a cross network reads the kernel's rows in the other order",
-        f"{NN}/crossed_head.py",
+        f"{NN}/interaction.py",
         "SiteArrays(y, kernel[k:])",
         "SiteArrays(y, kernel[:n])",
         "unit/nn/interaction_test.py",
@@ -211,8 +211,8 @@ MISTAKES = [
     Mistake(
         "features of a stacked DCN V2 come in the other order",
         f"{MODELS}/dcnv2.py",
-        "out = mlp(cross((flat, bottom), hand_on=True), train=train)",
-        "out = mlp(cross((bottom, flat), hand_on=True), train=train)",
+        "return logits((flat, bottom), train=train)[:, 0]",
+        "return logits((bottom, flat), train=train)[:, 0]",
         "unit/models/models_test.py",
     ),
     Mistake(

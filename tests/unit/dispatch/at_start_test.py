@@ -22,7 +22,7 @@ from loka_jax.dispatch.tuning import TuneConfig, jobs_of, tune
 from loka_jax.measure.checking import NO_MEMORY
 from loka_jax.measure.intervals import Interval
 from loka_jax.site import BF16, Choice, SiteSpec
-from tests.support.dispatch import HEADER, KERNEL, ROW, fitted, site
+from tests.support.dispatch import HEADER, KERNEL, ROW, fitted, in_a_row, site
 from tests.support.stand_ins import CPU
 
 TENSOR, FP8_KERNEL = "xla fp8_tensorwise", "pallas fp8_rowwise"
@@ -312,7 +312,7 @@ def test_what_was_not_checked_does_not_run(workers, performance, monkeypatch):
 
 
 def test_kernels_of_a_chain_are_checked_as_parts_of_it(performance):
-    chain = [PAIR[0], _large("b", follows=True)]
+    chain = in_a_row(PAIR[0], _large("b"))
     jobs = unchecked([plan_of(performance)], chain, performance, "training")
     found = [(job.choice, job.in_chain) for job in jobs]
     assert found == [(FIRST, True), (BF16, False)]

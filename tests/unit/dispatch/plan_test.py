@@ -19,7 +19,7 @@ from loka_jax.ops.device import Device
 from loka_jax.ops.plan import resolve_served
 from loka_jax.recipe import get_recipe
 from loka_jax.site import BF16, Choice, SiteSpec
-from tests.support.dispatch import HEADER, LIMIT, ROW, errors, site
+from tests.support.dispatch import HEADER, LIMIT, ROW, errors, in_a_row, site
 
 KERNEL = "pallas fp8_rowwise"
 SPEC = SiteSpec(128, 64, 64)
@@ -167,23 +167,19 @@ def test_rules_have_the_last_word():
 
 
 def test_sites_that_follow_each_other_are_a_chain():
-    sites = [
-        site("a"),
-        site("b", follows=True),
-        site("c", recipe="f32", follows=True),
-        site("d", follows=True),  # what it follows is not decided
-        site("e"),
-    ]
+    # What d follows is not decided.
+    sites = in_a_row(site("a"), site("b"), site("c", recipe="f32"), site("d"))
+    sites = [*sites, site("e")]
     paths = [[x.path for x in chain] for chain in chains_of(sites)]
     assert paths == [["a", "b"], ["d"], ["e"]]
 
 
 def _chain(first, second):
     """Returns two sites in a row and the table of their times in training."""
-    sites = [
+    sites = in_a_row(
         site("mlp/dense_0", k=256, n=256, norm="layer"),
-        site("mlp/dense_1", k=256, n=128, norm="layer", follows=True),
-    ]
+        site("mlp/dense_1", k=256, n=128, norm="layer"),
+    )
     entries = {}
     for x, times in zip(sites, (first, second), strict=True):
         by_pass = {"training" + form: by_name for form, by_name in times.items()}
@@ -204,7 +200,7 @@ def test_a_chain_is_decided_together():
     assert (one.speedup, two.speedup) == (10 / 9, 10 / 4)
     assert (one.error, two.error) == (0.25 * LIMIT, 0.5 * LIMIT)
     assert one.runner_up == "xla bf16: faster by itself, not in this chain"
-    apart = [sites[0], dataclasses.replace(sites[1], follows=False)]
+    apart = [dataclasses.replace(site, group=None) for site in sites]
     assert _names(make_plan(apart, table)) == [BF16.name] * 2
     # A site that is not accurate is in no chain.
     first.errors["model mlp/dense_0"] = errors(rowwise=1.01 * LIMIT)

@@ -18,7 +18,10 @@ from loka_jax.measure.families import BY_SITE, FAMILIES
 
 PACKAGE = pathlib.Path(loka_jax.__file__).parent
 LAUNCHES = re.compile(r"(.+\.)?(launch|_launch|triton_call)|plgpu\.kernel|tail\.run")
-PLUMBING = {"triton.launch.launch", "triton.tail.run"}  # they are given a kernel
+PLUMBING = {
+    "triton.launch.launch",
+    "triton.trees.launch_tree",
+}  # they are given a kernel
 
 
 def _entries(path):

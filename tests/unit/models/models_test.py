@@ -12,7 +12,7 @@ from flax import linen, traverse_util
 
 from loka_jax import nn
 from loka_jax.models import Dcnv2, Dhen, Dlrm, Wukong
-from loka_jax.ops import wide_stack
+from loka_jax.nn import group as groups
 from tests.support import stand_ins
 from tests.support.models import MODELS, assert_follows, inputs
 from tests.support.nn import initialized, listed, record_calls
@@ -140,25 +140,27 @@ WIDE = {
     "dcnv2": (Dcnv2(num_cross_layers=1, deep_mlp=(1024, 32)), 1),
     "dlrm": (Dlrm(top_mlp=(1024, 32)), 1),
 }
-APART = ({"fused_wide": False}, {"implementation": "xla"})
 
 
 @pytest.mark.parametrize("name", WIDE)
-def test_models_fuse_wide_layers_if_asked(name, monkeypatch):
-    calls = record_calls(monkeypatch, (wide_stack, "wide_stack"))
+def test_wide_layers_of_models_run_in_groups(name, monkeypatch):
+    calls = record_calls(monkeypatch, (groups, "run_group"))
     model, count = WIDE[name]
-    model = model.clone(recipe="bf16", norm="block", fused_wide=True)
+    monkeypatch.setattr(groups.triton, "why_not_installed", lambda: None)
+    model = model.clone(recipe="bf16", norm="block")
     features = jnp.zeros((32, 16)), jnp.zeros((32, 16, 16))
-    for changes in ({}, *APART):
-        jax.eval_shape(model.clone(**changes).init, jax.random.key(0), *features)
-        assert len(calls) == count
+    with nn.site_context(device=stand_ins.HOPPER):
+        for implementation in (None, "xla"):
+            own = model.clone(implementation=implementation)
+            jax.eval_shape(own.init, jax.random.key(0), *features)
+            assert len(calls) == count
 
 
 @pytest.mark.parametrize(
     "name, changes, joined",
     [
         ("wukong", {}, [[4, 3]]),
-        ("wukong", {"fused_wide": False}, []),
+        ("wukong", {"implementation": None}, []),
         ("wukong", {"norm": "layer"}, []),
         ("wukong", {"implementation": "xla"}, []),
         ("dhen", {}, [[4, 2, 3]]),
@@ -168,7 +170,7 @@ def test_block_norms_of_joined_embeddings_are_one_operation_if_asked(
     name, changes, joined, monkeypatch
 ):
     calls = record_calls(monkeypatch, (nn, "joined_norm"))
-    options = dict(recipe="bf16", norm="block", fused_wide=True) | ONE | changes
+    options = dict(recipe="bf16", norm="block", implementation="group") | ONE | changes
     model = MODELS[name][0].clone(**options)
     jax.eval_shape(model.init, jax.random.key(0), *inputs())
     widths = [[part.shape[1] for part in parts] for _, (parts, _) in calls]

@@ -235,21 +235,18 @@ def test_gradients_of_a_float16_layer_stay_in_range():
 # Dense, norm and activation.
 
 
-def test_sites_tell_their_epilogue_what_runs_and_what_they_follow():
+def test_sites_tell_their_epilogue_and_what_runs():
     layer = nn.NormDense(
         48, recipe="bf16", norm="rms", activation="gelu", use_bias=True
     )
     x = jax.ShapeDtypeStruct((4, 16, 32), jnp.float32)
-    options = dict(follows=True, joins=True, beside=True)
-    (site,) = nn.list_sites(layer.clone(**options), x)
-    assert (site.follows, site.joins, site.beside) == (True, True, True)
+    (site,) = nn.list_sites(layer, x)
+    assert site.group is None and not site.follows
     assert site.why_not_fused == "no Hopper GPU" and site.plan.choice.provider == "xla"
     spec = site.spec
     assert (spec.m, spec.k, spec.n) == (64, 32, 48)
     assert (spec.norm, spec.activation, spec.use_bias) == ("rms", "gelu", True)
     assert (spec.out, spec.fp8_in) == ("compute", None)
-    (plain,) = nn.list_sites(layer, x)
-    assert not (plain.follows or plain.joins or plain.beside)
     with nn.site_context(device=stand_ins.HOPPER):
         (site,) = nn.list_sites(layer, x)
         (by_xla,) = nn.list_sites(layer.clone(implementation="xla"), x)

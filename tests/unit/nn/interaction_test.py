@@ -8,7 +8,7 @@ import pytest
 
 from loka_jax import nn
 from loka_jax.models import Dcnv2
-from loka_jax.ops import cross, crossed_stack
+from loka_jax.nn import group as groups
 from tests import support
 from tests.support.nn import (
     DELAYED,
@@ -46,16 +46,15 @@ def test_a_cross_net_refuses_features_of_three_dims():
 
 @pytest.fixture
 def calls(monkeypatch):
-    beside = [(crossed_stack, name) for name in ("crossed_stack", "crossed_beside")]
-    return record_calls(monkeypatch, (cross, "cross_network"), *beside)
+    return record_calls(monkeypatch, (groups, "run_group"))
 
 
 def count_calls(calls, module, *args, rngs=None, **options):
-    """Returns the operations that a module runs by."""
+    """Returns the number of sites of each operation that a module runs by."""
     calls.clear()
     rngs = rngs or jax.random.key(0)
     jax.eval_shape(lambda *args: module.init(rngs, *args, **options), *args)
-    return [name for name, _ in calls]
+    return [len(plans) for _, (_, plans, *_) in calls]
 
 
 # With which nothing of the fixtures is clipped or flushed.
@@ -66,7 +65,7 @@ def test_a_fused_cross_net_whose_scales_are_set_runs_as_one_operation(calls):
     by_layers = nn.CrossNet(2, rank=32, recipe=SET)
     x0, g = rounded(32, 64).astype(jnp.bfloat16), rounded(32, 64, seed=1)
     variables = initialized(by_layers, x0, table=TABLE)
-    fused = by_layers.clone(fused=True)
+    fused = by_layers.clone(implementation="group")
     chex.assert_trees_all_equal(initialized(fused, x0, table=TABLE), variables)
     calls.clear()
 
@@ -77,7 +76,7 @@ def test_a_fused_cross_net_whose_scales_are_set_runs_as_one_operation(calls):
         return theirs, *gradients(fused, variables, x0, g)
 
     theirs, ours, found, _ = both(variables, x0, g)
-    assert [name for name, _ in calls] == ["cross_network"]
+    assert [name for name, _ in calls] == ["run_group"]
     # Independent roundings to E4M3, whose error is 2.6e-2: in each layer three of ours
     # (x, h, z) and two of theirs.
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
@@ -91,26 +90,26 @@ def test_a_fused_cross_net_whose_scales_are_set_runs_as_one_operation(calls):
 
 def test_sites_of_a_cross_net_tell_what_crosses_and_what_leaves_in_fp8(monkeypatch):
     x0 = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)
-    fused = nn.CrossNet(2, rank=16, recipe=SET, fused=True)
+    fused = nn.CrossNet(2, rank=16, recipe=SET, implementation="group")
     sites = listed(fused, x0)
-    assert {path: (s.crosses, s.has_tails) for path, s in sites.items()} == (
-        dict.fromkeys(["v_0", "u_0", "v_1", "u_1"], (2, True))
+    assert {path: (s.is_crossed, s.in_group) for path, s in sites.items()} == (
+        dict.fromkeys(["v_0", "u_0", "v_1", "u_1"], (True, True))
     )
     assert [(s.spec.k, s.spec.n) for s in sites.values()] == [(64, 16), (16, 64)] * 2
     assert [s.fp8_results for s in sites.values()] == [("dlhs",), ("fwd",)] * 2
-    assert not any(s.joins or s.follows for s in sites.values())
+    assert not any(s.follows for s in sites.values())
     (full, *_) = listed(fused.clone(rank=None), x0).values()
-    assert full.fp8_results == ("fwd", "dlhs") and full.crosses == 1
-    (plain, *_) = nn.list_sites(fused.clone(fused=False), x0)
-    assert not plain.crosses and not plain.has_tails
+    assert full.fp8_results == ("fwd", "dlhs")
+    (plain, *_) = nn.list_sites(fused.clone(implementation="xla"), x0)
+    assert plain.is_crossed and not plain.in_group and not plain.fp8_results
     record_taps(monkeypatch)
     with nn.probing(nn.ProbeConfig()):  # sees the layers one by one, which may join
         sites = listed(fused, x0).values()
-    assert {(s.crosses, s.has_tails) for s in sites} == {(2, False)}
+    assert {(s.is_crossed, s.in_group) for s in sites} == {(True, False)}
 
 
 FEATURES = support.normal(32, 16), support.normal(32, 3, 16, seed=1)
-DCNV2 = Dcnv2(recipe=SET, num_cross_layers=2, deep_mlp=(16,), fused_wide=True)
+DCNV2 = Dcnv2(recipe=SET, num_cross_layers=2, deep_mlp=(16,), implementation="group")
 STACKED = DCNV2.clone(structure="stacked", cross_rank=32, deep_mlp=(1024, 32))
 
 
@@ -118,16 +117,16 @@ STACKED = DCNV2.clone(structure="stacked", cross_rank=32, deep_mlp=(1024, 32))
     "model, changes, found",
     [
         # A deep network beside it is a part of the operation if it can.
-        (DCNV2, {}, ["crossed_beside"]),
-        (DCNV2, {"norm": "batch"}, ["cross_network"]),
+        (DCNV2, {}, [3]),
+        (DCNV2, {"norm": "batch"}, [2]),
         (DCNV2, {"recipe": DELAYED}, []),  # its scales are not set
         (DCNV2, {"implementation": "xla"}, []),
-        (DCNV2, {"fused_wide": False}, []),
-        (STACKED, {}, ["crossed_stack"]),
-        (STACKED, {"recipe": "bf16"}, []),  # XLA's cross layers
-        (STACKED, {"deep_mlp": (64, 32)}, ["cross_network"]),  # narrow
+        (STACKED, {}, [6]),
+        (STACKED, {"recipe": "bf16"}, [6]),
+        # 40 features are not served in FP8.
+        (STACKED, {"deep_mlp": (64, 40, 32)}, [4, 1]),
     ],
-    ids=range(8),
+    ids=range(7),
 )
 def test_a_cross_network_and_the_layers_beside_or_behind_it_are_one_operation(
     model, changes, found, calls
@@ -139,26 +138,28 @@ def test_a_cross_network_and_the_layers_beside_or_behind_it_are_one_operation(
 
 @pytest.mark.parametrize("model", [DCNV2, STACKED], ids=["beside", "behind"])
 def test_as_one_operation_networks_have_the_variables_and_sites_of_their_layers(model):
-    one_by_one = model.clone(fused_wide=False)
+    one_by_one = model.clone(implementation="xla")
     chex.assert_trees_all_equal(
         initialized(model, *FEATURES), initialized(one_by_one, *FEATURES)
     )
     sites = listed(model, *FEATURES)
     assert list(sites) == list(listed(one_by_one, *FEATURES))
-    # A deep network says that it may run beside.
-    delayed = listed(model.clone(recipe=DELAYED), *FEATURES)
-    beside = [path for path, site in delayed.items() if site.beside]
-    assert beside == (["deep_mlp/dense_0"] if model is DCNV2 else [])
+    # All networks are one group, also where they do not run in it.
+    others = listed(one_by_one, *FEATURES)
+    groups = {site.group for of in (sites, others) for site in of.values()}
+    (group,) = groups - {None}
+    assert [x.path for x in group.members] == [*sites][:-1]
+    assert group.head == (1 if model is DCNV2 else None)
 
 
 def test_the_head_of_one_operation_adds_the_dots_the_product_and_the_bias(monkeypatch):
     seen, dots, y = [], rounded(32), rounded(32, 16, seed=1)
 
-    def beside(networks, weights):
-        seen.append(weights)
+    def run_group(*args):
+        seen.append(args[5])
         return jnp.asarray(dots), jnp.asarray(y)
 
-    monkeypatch.setattr(crossed_stack, "crossed_beside", beside)
+    monkeypatch.setattr(groups, "run_group", run_group)
     variables = initialized(DCNV2, *FEATURES)
     logits = jax.jit(lambda *args: (DCNV2.apply(*args), seen[-1]))
     found, weights = logits(variables, *FEATURES)

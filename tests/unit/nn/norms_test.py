@@ -85,7 +85,7 @@ def test_batch_norm_keeps_running_moments_for_evaluation():
     [
         (nn.Mlp((32,)), "norm", "none, layer, rms, block, batch"),
         (nn.Mlp((32,)), "activation", "none, relu, swish, hard_swish, gelu"),
-        (nn.Mlp((32,)), "implementation", "xla, pallas, triton, None"),
+        (nn.Mlp((32,)), "implementation", "xla, pallas, triton, group, None"),
         (nn.Mlp((32,)), "input_norm", "none, rms"),
         (nn.NormDense(32), "norm", "none, layer, rms, block"),
         (nn.NormDense(32), "out", "compute, fp8, both"),

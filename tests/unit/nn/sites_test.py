@@ -94,9 +94,9 @@ def test_a_row_has_the_columns_of_a_site():
     }
 
 
-def site(recipe="bf16", spec=None, **attributes):
+def site(recipe="bf16", spec=None, provider="xla", **attributes):
     spec = SiteSpec(**(dict(m=64, k=48, n=32) | (spec or {})))
-    plan = resolve(spec, Choice.parse(f"xla {recipe}"), CPU)
+    plan = resolve(spec, Choice.parse(f"{provider} {recipe}"), CPU)
     return Site(path="site", plan=plan, **attributes)
 
 
@@ -108,8 +108,8 @@ TAILS, PADDED = "xla bf16, tails", "xla bf16, padded, tails"
     [
         (site(), *BF16[:2], None),  # nothing follows the product
         (site(spec={"use_bias": True}), *BF16[:2], "provider 'xla'"),
-        (site(spec={"norm": "rms"}, has_tails=True), TAILS, TAILS, None),
-        (site(spec={"m": 65, "n": 40}, has_tails=True), PADDED, PADDED, None),
+        (site(spec={"norm": "rms"}, provider="group"), TAILS, TAILS, None),
+        (site(spec={"m": 65, "n": 40}, provider="group"), PADDED, PADDED, None),
         (site(spec={"norm": "rms"}, apart="its own"), *BF16[:2], "its own"),
         (site(together=FmLcbPlan(None, "k=8")), "pallas bf16", "xla bf16", "k=8"),
         (site(together=FmLcbPlan("n=3", None)), "xla bf16", "pallas bf16", "n=3"),

@@ -25,7 +25,7 @@ from tests.support.export import blank_dlrm
 
 def test_a_cross_network_is_fused_in_evaluation_and_export(tmp_path):
     config = tiny("fp8_dcnv2")
-    model = config.model.clone(fused_wide=True, recipe="fp8_tensorwise_delayed")
+    model = config.model.clone(implementation="group", recipe="fp8_tensorwise_delayed")
     schema = schema_of(config.data)
     start = make_untrained(dataclasses.replace(config, model=model), schema)
     one = scaling.stored(jnp.ones(3), get_recipe(model.recipe)).table
@@ -51,20 +51,20 @@ def kernels_of(trained, rows):
 
 
 @pytest.mark.parametrize(
-    "norm, recipe, fused_wide",
+    "norm, recipe",
     [
-        ("rms", "fp8_tensorwise_delayed", False),
-        ("block", "fp8_tensorwise_delayed_bf16_drhs", True),
-        ("layer", "fp8_blockwise", True),
+        ("rms", "fp8_tensorwise_delayed"),
+        ("block", "fp8_tensorwise_delayed_bf16_drhs"),
+        ("layer", "fp8_blockwise"),
     ],
 )
 def test_programs_for_a_hopper_gpu_are_given_what_they_were_made_for(
-    norm, recipe, fused_wide, tmp_path, monkeypatch
+    norm, recipe, tmp_path, monkeypatch
 ):
     """Tracing compares the shape and dtype of each argument with the program's."""
     monkeypatch.setattr(programs, "_device_of", lambda platform: HOPPER)
     monkeypatch.setattr(folder, "runs_here", lambda platform: False)
-    trained = blank_dlrm(norm=norm, recipe=recipe, fused_wide=fused_wide)
+    trained = blank_dlrm(norm=norm, recipe=recipe)
     plans = {1: kernels_of(trained, 1), 128: kernels_of(trained, 128)}
     plans[16] = DispatchPlan()  # each layer as it is where nothing is chosen
     made = (programs.make_form(trained, "cuda", *item) for item in plans.items())

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from loka_jax.models import Dcnv2
-from loka_jax.ops import crossed_stack
+from loka_jax.nn import group as groups
 from tests import support
 from tests.support.nn import DELAYED, initialized, record_calls, table_of
 
@@ -15,12 +15,13 @@ def test_gradients_of_one_operation_over_two_devices_are_those_of_one(monkeypatc
     if jax.device_count() < 2:
         pytest.skip("needs two devices")
     recipe = f"{DELAYED}:initialized"
-    model = Dcnv2(recipe=recipe, num_cross_layers=2, deep_mlp=(32, 16), fused_wide=True)
+    options = dict(recipe=recipe, implementation="group")
+    model = Dcnv2(num_cross_layers=2, deep_mlp=(32, 16), **options)
     # 13 + 35 features, and zeros.
     features = support.normal(64, 13), support.normal(64, 7, 5, seed=1)
     table = table_of([2.0**-5, 2.0**-9, 2.0**-5])  # nothing is clipped or flushed
     variables = initialized(model, *features, table=table)
-    calls = record_calls(monkeypatch, (crossed_stack, "crossed_beside"))
+    calls = record_calls(monkeypatch, (groups, "run_group"))
 
     def run(variables, *features):
         def loss(variables, *features):

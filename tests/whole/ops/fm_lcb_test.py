@@ -6,8 +6,8 @@ import chex
 import jax
 import pytest
 
+from loka_jax import mapped
 from loka_jax.ops import fm_lcb as ops
-from loka_jax.ops import kernels
 from loka_jax.ops.device import HOPPER, Device
 from loka_jax.ops.fm_lcb import BY_XLA, plan_fm_lcb
 from tests import support
@@ -67,7 +67,7 @@ def test_kernels_do_what_xla_does(interpreter, monkeypatch, reasons, launches):
 
     def by_kernel(run, *operands):
         launched.append(run.func.__name__)
-        return kernels.by_kernel(run, *operands)
+        return mapped.by_kernel(run, *operands)
 
     monkeypatch.setattr(ops, "by_kernel", by_kernel)
     assert_kernels_do_what_xla_does(interpreter, SIZES, **reasons)

@@ -46,7 +46,7 @@ def test_models_give_the_same_by_it(model):
 
         return jax.jit(jax.value_and_grad(loss))(variables)
 
-    both = run(model.clone(fused_wide=True)), run(model)
+    both = run(model.clone(implementation="group")), run(model)
     for ours, theirs in zip(*map(jax.tree.leaves, both), strict=True):
         error = np.linalg.norm(np.asarray(ours - theirs, np.float64))
         assert error <= 1e-4 * np.linalg.norm(theirs)

@@ -18,17 +18,14 @@ from loka_jax.optim.rows import Adam, RowwiseAdagrad, Sgd
 from loka_jax.packed import Packing
 from loka_jax.tails import Forms, Outer, Scale, Scaled
 from loka_jax.triton import (
-    cross_gradient,
-    cross_tail,
     dot_features,
-    joined_cast,
     matmul,
     merge,
-    norm_tail,
     packed,
     route,
     row_update,
     row_wire,
+    tails,
 )
 from tests.support import hopper
 from tests.support.triton import (
@@ -183,24 +180,25 @@ GRADIENT = Forms(bf16=False, fp8=E5M2, transposed=True, amax=True, **PADDED)
 
 def cross(at, want, *args, **options):
     options["y_scale_inv"] = None if want.fp8 is None else at.scale
-    return cross_tail.cross_tail(*args, want=want, **options)
+    return tails.cross_tail(*args, want=want, **options)
 
 
 def split(at):
-    args = [at.z8, at.z8, at.outer], [at.z8] * 2, [at.row] * 2, at.z8, at.z8
+    gradients = [at.z8, at.z8], [at.z8], [at.outer]
+    args = gradients, [at.z8] * 2, [at.row] * 2, at.z8
     parts = [shape(M, n) for n in (ODD - 416, 416)]
-    return cross_gradient.cross_gradient(*args, parts=parts, shape=(M, ODD))
+    return tails.cross_gradient(*args, parts=parts, shape=(M, ODD))
 
 
 def join(at):
     parts = at.x[:M, : ODD - 416], at.x[:M, :416]
-    return joined_cast.joined_cast(*parts, want=ALL, scale_inv=at.scale)
+    return tails.joined_cast(*parts, want=ALL, scale_inv=at.scale)
 
 
 def norm(at, name):
     vectors = NormVectors(None, at.row) if name == "rms" else NormVectors(at.row)
     options = dict(epilogue=Epilogue(name, "swish"), want=ALL, y_scale_inv=at.scale)
-    return norm_tail.norm_tail(at.z, at.x, vectors, **options)
+    return tails.norm_tail([at.z, Scaled(at.x)], vectors, **options)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from loka_jax import fp8, xla
 from loka_jax.fp8 import E4M3, E5M2
 from loka_jax.normed import Epilogue, NormVectors
 from loka_jax.tails import Forms, Outer, Scale, Scaled, Written
-from loka_jax.triton import cross_gradient, cross_tail, joined_cast, norm_tail, tail
+from loka_jax.triton import tails
 from tests import support
 from tests.support.triton import anywhere, interpreted, on_gpu, skip_without_triton
 
@@ -25,7 +25,7 @@ ALL = Forms(fp8=E4M3, transposed=True, amax=True)
 GRADIENT = Forms(bf16=False, fp8=E5M2, transposed=True, amax=True)
 # Of several scales in one vector; the others would make numbers NaN.
 SCALE_INV = Scale(jnp.asarray([jnp.nan, jnp.nan, 2.0**-4, jnp.nan], jnp.float32), 2)
-CONFIG = tail.TuningConfig(32, 32, 1)
+CONFIG = tails.Tile(32, 32, 1)
 
 anywhere_ = pytest.mark.usefixtures("anywhere")
 
@@ -98,12 +98,12 @@ def test_cross_tails_are_those_of_xla(role, shape, count, is_fp8):
     options = dict(want=want, y_scale_inv=SCALE_INV, has_row_sum=True)
     args = summands, x0
     if role in ("forward", "padded"):
-        args, options["keep_s"] = (summands, x0, bias), count > 1
+        args = summands, x0, bias
     elif role == "before a head":
         args, options = (summands, x0, bias, head), dict(want=Forms(bf16=False))
     elif role == "behind a head":
         args = [_outer(shape, 20), *summands], x0
-    ours = cross_tail.cross_tail(*args, **options, config=CONFIG)
+    ours = tails.cross_tail(*args, **options, tile=CONFIG)
     assert_as_by_xla(ours, xla.cross_tail, *args, **options)
 
 
@@ -113,7 +113,7 @@ def test_joined_casts_are_those_of_xla(m, widths):
     parts = [support.normal(m, n, seed=i) for i, n in enumerate(widths)]
     want = dataclasses.replace(ALL, shape=(m, sum(widths) + 3), padded=True)
     options = dict(want=want, scale_inv=SCALE_INV)
-    ours = joined_cast.joined_cast(*parts, **options, config=CONFIG)
+    ours = tails.joined_cast(*parts, **options, tile=CONFIG)
     assert_as_by_xla(ours, xla.joined_cast, *parts, **options)
 
 
@@ -140,8 +140,10 @@ def test_gradients_of_features_are_those_of_xla(
     other = make(shape, 30) if depth == 2 else None
     widths = [start, n - start - zeros] if start else [n - zeros]
     parts = tuple(jax.ShapeDtypeStruct((m, width), jnp.bfloat16) for width in widths)
-    args, options = (all_d, all_z, biases, other, x0), dict(parts=parts, shape=shape)
-    ours = cross_gradient.cross_gradient(*args, **options, config=CONFIG)
+    gradients = [[d] for d in all_d]
+    gradients[0] += [other] if depth == 2 else []
+    args, options = (gradients, all_z, biases, x0), dict(parts=parts, shape=shape)
+    ours = tails.cross_gradient(*args, **options, tile=CONFIG)
     assert (ours.head is not None) == has_head
     assert_as_by_xla(ours, xla.cross_gradient, *args, **options)
 
@@ -166,11 +168,12 @@ def test_norm_tails_and_their_gradients_are_those_of_xla(shape, norm, activation
     z, r = _product(shape, 0), support.normal(*shape, seed=1, dtype=jnp.bfloat16)
     forms = (dataclasses.replace(x, shape=shape, padded=True) for x in (ALL, GRADIENT))
     options = dict(epilogue=epilogue, want=next(forms), y_scale_inv=SCALE_INV)
-    ours = norm_tail.norm_tail(z, r, vectors, **options)
-    assert_as_by_xla(ours, xla.norm_tail, z, r, vectors, **options)
+    args = [z, Scaled(r)], vectors
+    ours = tails.norm_tail(*args, **options)
+    assert_as_by_xla(ours, xla.norm_tail, *args, **options)
     options = dict(epilogue=epilogue, want=next(forms), dz_scale_inv=SCALE_INV)
-    args = _product(shape, 4), 2 * r, ours.residuals, vectors
-    ours = norm_tail.norm_tail_backward(*args, **options)
+    args = [_product(shape, 4), Scaled(2 * r)], ours.residuals, vectors
+    ours = tails.norm_tail_backward(*args, **options)
     assert_as_by_xla(ours, xla.norm_tail_backward, *args, **options)
 
 
@@ -179,8 +182,8 @@ def test_values_beyond_the_scale_saturate_and_nan_stays():
     zeros = jnp.zeros((32, 32), jnp.bfloat16)
     x = zeros.at[3, 5].set(1e6).at[7, 2].set(-1e6).at[9, 4].set(jnp.nan)
     x, ones = x.at[11, 1].set(jnp.inf), jnp.ones_like(zeros)
-    options = dict(want=ALL, y_scale_inv=SCALE_INV, config=CONFIG)
-    y = cross_tail.cross_tail([Scaled(x)], Scaled(ones), **options).y
+    options = dict(want=ALL, y_scale_inv=SCALE_INV, tile=CONFIG)
+    y = tails.cross_tail([Scaled(x)], Scaled(ones), **options).y
     data = np.asarray(y.fp8.data, np.float32)
     np.testing.assert_array_equal(data.T, np.asarray(y.fp8.data_t, np.float32))
     assert (data[3, 5], data[7, 2], data[11, 1]) == (448.0, -448.0, 448.0)

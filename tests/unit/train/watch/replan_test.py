@@ -42,7 +42,7 @@ def crossed():
         without_data.patch_build(patch)
         config = tiny("fp8_dcnv2")
         options = dict(num_cross_layers=2, recipe="fp8_tensorwise_delayed")
-        model = config.model.clone(**options, fused_wide=True)
+        model = config.model.clone(**options)
         run = build_lib.build(dataclasses.replace(config, model=model, plan="off"))
         yield run
 

@@ -1,4 +1,4 @@
-"""Layers that run as one operation are decided as one."""
+"""Sites that run as one operation are decided as one."""
 
 import itertools
 import json
@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from loka_jax import nn, triton
-from loka_jax.dispatch import cross_networks, stacks
+from loka_jax.dispatch import group_times
 from loka_jax.dispatch.candidates import candidates
 from loka_jax.dispatch.first_use import as_if_accurate
-from loka_jax.dispatch.plan import chains_of, make_plan
+from loka_jax.dispatch.groups import cross_networks
+from loka_jax.dispatch.plan import make_plan
 from loka_jax.dispatch.review import Reviewer
 from loka_jax.dispatch.table import MEASURES
 from loka_jax.measure.intervals import Interval
@@ -24,6 +25,7 @@ from loka_jax.site import SiteSpec
 from tests.support.dispatch import H200, model_of
 
 DELAYED = "xla fp8_tensorwise_delayed"
+IN_GROUP = "group fp8_tensorwise_delayed"
 NOTHING = {role: {} for role in ROLES}
 SLOWER = {"xla bf16": 1000.0, DELAYED: 1100.0}
 RESULTS = pathlib.Path(__file__).parents[3] / "experiments/results"
@@ -39,8 +41,8 @@ def triton_is_installed(monkeypatch):
     monkeypatch.setattr(triton, "why_not_installed", lambda: None)
 
 
-def _sites(*, fused=True, features=(4096, 4096, 1024)):
-    model = nn.Mlp(features, recipe="fp8_tensorwise_delayed", fused=fused)
+def _sites(features=(4096, 4096, 1024)):
+    model = nn.Mlp(features, recipe="fp8_tensorwise_delayed")
     return nn.list_sites(model, jax.ShapeDtypeStruct((8192, 384), jnp.bfloat16))
 
 
@@ -57,11 +59,11 @@ def _plan(sites, times, *, errors=None):
 
 def test_fp8_of_a_stack_is_taken_though_its_casts_cost_sites_alone_more():
     plan = _plan(_sites(), SLOWER)
-    assert {choice.name for _, choice in plan.choices} == {DELAYED}
+    assert {choice.name for _, choice in plan.choices} == {IN_GROUP}
     decision = plan.decisions[1][1]
-    assert decision.spread == stacks.SPREAD
+    assert decision.spread == group_times.SPREAD
     assert "as one operation" in decision.reason
-    apart = _plan(_sites(fused=False), SLOWER)
+    apart = _plan(_sites((512, 512)), SLOWER)  # narrow
     assert {choice.name for _, choice in apart.choices} == {"xla bf16"}
 
 
@@ -100,7 +102,7 @@ def test_predicted_times_are_those_measured(name):
     recipes = {"bf16": "bf16", "fp8": "fp8_tensorwise_delayed"}
     for pass_name, arm in itertools.product(("training", "inference"), recipes):
         recipe = get_recipe(recipes[arm])
-        us = sum(stacks.layer_us(spec, recipe, pass_name, H200) for spec in specs)
+        us = sum(group_times.dense_us(spec, recipe, pass_name, H200) for spec in specs)
         measured = run["programs"][f"{pass_name} tails {arm}"]["median_us"]
         assert us == pytest.approx(measured, rel=0.25)
 
@@ -109,7 +111,7 @@ ALONE = {"xla bf16": 10_000.0, DELAYED: 11_000.0}
 
 
 def _cross_sites(rank=None):
-    network = nn.CrossNet(3, rank, recipe="fp8_tensorwise_delayed", fused=True)
+    network = nn.CrossNet(3, rank, recipe="fp8_tensorwise_delayed")
     return nn.list_sites(network, jax.ShapeDtypeStruct((65536, 3456), jnp.bfloat16))
 
 
@@ -129,11 +131,11 @@ def _names(decisions):
 @pytest.mark.parametrize("roles", [ROLES, ("fwd",)])
 def test_fp8_of_a_network_is_taken_though_its_sites_alone_are_slower(rank, roles):
     decisions = _cross_plan(_cross_sites(rank=rank), roles=roles)
-    assert set(_names(decisions).values()) == {DELAYED}
+    assert set(_names(decisions).values()) == {IN_GROUP}
     assert len(decisions) == (3 if rank is None else 6)
     for decision in decisions.values():
         assert "whole cross network" in decision.reason
-        assert decision.spread == stacks.SPREAD
+        assert decision.spread == group_times.SPREAD
         assert decision.speedup is not None and decision.speedup > 1.05
 
 
@@ -146,23 +148,23 @@ def test_a_site_that_is_not_accurate_keeps_its_network_apart():
 
 
 def test_layers_beside_a_network_are_a_part_of_it():
-    model = Dcnv2(deep_mlp=(256, 256), structure="parallel", fused_wide=True)
+    model = Dcnv2(deep_mlp=(256, 256), structure="parallel")
     model = model.clone(recipe="fp8_tensorwise_delayed")
     shapes = (65536, 16), (65536, 27, 128)
     features = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     sites = nn.list_sites(model, *features)
-    (network,) = cross_networks.networks(chains_of(sites))
-    beside = [site.path for site in network.beside]
+    (network,) = cross_networks(sites)
+    beside = [site.path for site in sites if site.path not in (*network, "head")]
     assert beside == ["deep_mlp/dense_0", "deep_mlp/dense_1"]
     names = _names(_cross_plan(sites))
-    assert names.pop(beside[-1]) == "xla bf16"  # the head reads it
-    assert set(names.values()) == {DELAYED}
+    assert names.pop(beside[-1]) == "group bf16"  # the head reads it
+    assert set(names.values()) == {IN_GROUP}
     scored = _names(_cross_plan(sites, roles=("fwd",)))
-    assert set(scored.values()) == {DELAYED} and beside[-1] in scored
+    assert set(scored.values()) == {IN_GROUP} and beside[-1] in scored
     # One that cannot be keeps only itself and its neighbours apart.
     names = _names(_cross_plan(sites, errors={"deep_mlp/dense_1": NOTHING}))
-    assert {names[f"cross/u_{i}"] for i in range(3)} == {DELAYED}
-    assert names["deep_mlp/dense_1"] == "xla bf16"
+    assert {names[f"cross/u_{i}"] for i in range(3)} == {IN_GROUP}
+    assert names["deep_mlp/dense_1"] == "group bf16"
 
 
 def test_a_network_changes_as_a_whole_by_live_errors():
@@ -182,4 +184,4 @@ def test_a_network_changes_as_a_whole_by_live_errors():
     assert reviewer.review(after, worse) == ({}, {})
     # Back once all are accurate, the first as well.
     demoted, promoted = reviewer.review(after, errors)
-    assert set(_names(promoted).values()) == {DELAYED} and not demoted
+    assert set(_names(promoted).values()) == {IN_GROUP} and not demoted

@@ -1,32 +1,28 @@
-"""Products in a row with the passes between them: what wide operations share.
+"""Products of a group's sites, whose scales the tails that follow apply.
 
-A `Site` multiplies with operands that are `Written` in the forms that its products
-read, and leaves its results unscaled: the tail that reads them applies the scales.
-
-Operands and products are padded with zeros to multiples of 16. What casts an operand
-writes its padding; what leaves an operation has none.
+An operand is written once, by the tail before it, in the forms that the products of
+both passes read: in bfloat16, in FP8, and transposed in FP8. Its scale is known
+beforehand, from earlier steps; its amax is a by-product of the pass.
 """
 
 import dataclasses
-import functools
+import itertools
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from loka_jax import fp8, triton, xla
 from loka_jax.normed import Epilogue
-from loka_jax.ops.joint_states import joint_states
-from loka_jax.ops.kernels import by_kernel
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Products, read_state
 from loka_jax.recipe import OPERANDS, ROLE_OPERANDS, Cast, Operand, Role
 from loka_jax.scaling import DelayedScaling
-from loka_jax.tails import Forms, Fp8Copies, Scale, Scaled, Written
-from loka_jax.triton import cross_gradient, cross_tail, joined_cast, norm_tail
+from loka_jax.tails import Forms, Scale, Scaled, Tails, Written
+from loka_jax.triton import tails
 from loka_jax.xla.tails import decode, in_bf16
 
 # The dims that the operands of a role's product contract.
@@ -41,14 +37,6 @@ _READERS: dict[Operand, tuple[Role, ...]] = {
     "rhs": ("fwd", "dlhs"),
     "g": ("dlhs", "drhs"),
 }
-_TRITON = {
-    "cross_gradient": cross_gradient.cross_gradient,
-    "cross_tail": cross_tail.cross_tail,
-    "joined_cast": joined_cast.joined_cast,
-    "norm_tail": norm_tail.norm_tail,
-    "norm_tail_backward": norm_tail.norm_tail_backward,
-}
-_CAST = Epilogue("none")
 # Of a product in FP8: what 1 stands for is 2^_UNIT_EXPONENT sqrt(k). Delayed scales put
 # the amaxes of operands between 2^6.8 and 2^7.8, and so the root mean squares of lhs
 # and rhs at 2^3 to 2^6: those of fwd are 2^-1 to 2^5 in this unit. Rows that are 30
@@ -58,6 +46,8 @@ _UNIT_EXPONENT: dict[Role, int] = {"fwd": 7, "dlhs": 5}
 # Sums of 32 products lose 2^-13 of the largest at each addition in the tensor cores'
 # accumulators: over so many less than 2^-6, a quarter of the rounding to E4M3.
 _MAX_FAST = 4096
+# XLA writes all slices of an array below 1 KiB in one kernel, else each in its own.
+_MOST_BYTES = 1023
 
 
 def unit_of_fp8(role: Role, k: int) -> float:
@@ -70,102 +60,19 @@ def unit_of_fp8(role: Role, k: int) -> float:
     return 2.0 ** (_UNIT_EXPONENT[role] + int(math.log2(fp8.padded_size(k))) // 2)
 
 
-def why_not_tailed(plans: Iterable[KernelPlan]) -> str | None:
-    """Returns why products are not run with tails, or None if they are.
-
-    Args:
-        plans: of the products.
-    """
-    return next(filter(None, map(_why_not, plans)), None)
+def tails_of(implementation: triton.Implementation) -> Tails:
+    """Returns the tails of a provider."""
+    return xla.tails if implementation == "xla" else tails
 
 
-def _why_not(plan: KernelPlan) -> str | None:
-    choice, recipe = plan.choice, plan.choice.recipe
-    if choice.provider != "xla":
-        return f"provider {choice.provider!r}"
-    if jnp.dtype(recipe.compute_dtype) != jnp.bfloat16:
-        return f"{jnp.dtype(recipe.compute_dtype).name} is not bfloat16"
-    if not choice.is_fp8:
-        return None
-    casts = [cast for operand in OPERANDS for cast in recipe.casts(operand)]
-    if any(cast.scaling != "delayed" for cast in casts):
-        return f"recipe {recipe.name!r} does not scale every operand by earlier amaxes"
-    if not recipe.scales_initialized:
-        return "delayed scales are not initialized"
-    return plan.refusal
-
-
-def read_states(plans: Any, states: Any) -> Any:
-    """Returns the states of products for one call, see `products.read_state`.
-
-    Args:
-        plans: of the products: a tuple, or nested ones.
-        states: of each of them.
-    """
-    return jax.tree.map(lambda p, s: read_state(p.choice.recipe, s), plans, states)
-
-
-class Tailed(NamedTuple):
-    """The static arguments of an operation of products and tails.
+class GroupSite(NamedTuple):
+    """The products of a site with the scales of its operands.
 
     Attributes:
-        plans: of the products: a tuple, or nested ones.
-        axis_names: mesh axes over which rows are spread.
-        implementation: the provider of the tails.
-    """
-
-    plans: Any
-    axis_names: tuple[str, ...]
-    implementation: triton.Implementation
-
-    def sites(self, states: Any) -> Any:
-        """Returns the sites with their states, nested as the plans are."""
-        plans, tree = jax.tree.flatten(self.plans)
-        scales: list[tuple[Scale, ...]] = [()] * len(plans)
-        for joint in joint_states(plans, tree.flatten_up_to(states)):
-            for i, of_site in joint.scales():
-                scales[i] = of_site
-        products = [Products.of(plan, self.axis_names) for plan in plans]
-        sites = [Site(self, *each) for each in zip(products, scales, strict=True)]
-        return jax.tree.unflatten(tree, sites)
-
-    def next_states(self, states: Any, amaxes: Any) -> Any:
-        """Returns the gradients of the states, nested as the plans are.
-
-        Args:
-            states: of the sites.
-            amaxes: of parts of the operands (lhs, rhs, g) of each site, None where not
-                measured.
-        """
-        plans, tree = jax.tree.flatten(self.plans)
-        measured = tree.flatten_up_to(amaxes)
-        gradients: list[DelayedScaling | None] = [None] * len(plans)
-        for joint in joint_states(plans, tree.flatten_up_to(states)):
-            products = Products.of(plans[joint.sites[0]], self.axis_names)
-            parts = [x for i in joint.sites for x in measured[i]]
-            tables = products.tables_after(joint.tables, parts)
-            for i, table in zip(joint.sites, tables, strict=True):
-                gradients[i] = DelayedScaling(table)
-        return jax.tree.unflatten(tree, gradients)
-
-    def tail(self, name: str, *operands, static: dict[str, Any], **scale_inv):
-        """Runs a tail by its provider."""
-        if self.implementation == "xla":
-            return getattr(xla, name)(*operands, **static, **scale_inv)
-        run = functools.partial(_TRITON[name], **static)
-        return by_kernel(lambda x, scale: run(*x, **scale), operands, scale_inv)
-
-
-class Site(NamedTuple):
-    """A product with the scales of its operands.
-
-    Attributes:
-        run: the operation.
         products: of the site.
         scales: of lhs, rhs and g from earlier steps; () without a state.
     """
 
-    run: Tailed
     products: Products
     scales: tuple[Scale, ...]
 
@@ -199,28 +106,8 @@ class Site(NamedTuple):
         )
 
     def scale_inv(self, operand: Operand, want: Forms) -> Scale | None:
-        """Returns the scale of an operand's FP8 form, from earlier steps.
-
-        None without such a form.
-        """
+        """Returns the scale of an FP8 form, from earlier steps; None without one."""
         return None if want.fp8 is None else self.scales[OPERANDS.index(operand)]
-
-    def cast(self, operand: Operand, x: Scaled, *, keep: bool) -> Written:
-        """Returns an operand from a product, or from a matrix in high precision."""
-        want = self.forms(operand, keep=keep)
-        if want.fp8 is None:
-            return Written(fp8.pad(in_bf16(x)), None, None)
-        is_given = not x.scales and x.data.dtype == jnp.bfloat16
-        is_given = is_given and x.data.shape == want.written_shape(self.shape(operand))
-        wanted = dataclasses.replace(want, bf16=want.bf16 and not is_given)
-        static = dict(epilogue=_CAST, want=wanted, xhat=None)
-        scale_inv = self.scale_inv(operand, want)
-        y = self.run.tail("norm_tail", x, static=static, y_scale_inv=scale_inv).y
-        return y._replace(bf16=x.data) if want.bf16 and is_given else y
-
-    def weight(self, kernel: Array, *, keep: bool) -> Written:
-        """Returns the operand rhs from the float32 master weight."""
-        return self.cast("rhs", Scaled(kernel), keep=keep)
 
     def multiply(self, role: Role, first: Written, second: Written) -> Scaled:
         """Returns the product of a role: bfloat16, of drhs float32."""
@@ -257,11 +144,10 @@ class Site(NamedTuple):
         lhs, rhs = _fp8_views(role, first, second)
         k = lhs.data.shape[1]
         unit = unit_of_fp8(role, k)
-        is_short = k <= _MAX_FAST
         out = xla.fp8_product_to_fp8(
             *(lhs.data, rhs.data, 1 / unit),
             out_dtype=gemm.first.dtype,
-            fast_accumulation=gemm.fast_accumulation or is_short,
+            fast_accumulation=gemm.fast_accumulation or k <= _MAX_FAST,
         )
         return Scaled(out, (*lhs.scales, *rhs.scales), unit)
 
@@ -269,7 +155,8 @@ class Site(NamedTuple):
         self,
         first: Written,
         second: Written,
-        reader: "Site",
+        want: Forms,
+        scale_inv: Scale | None,
         bias: Array | None = None,
         *,
         has_relu: bool = False,
@@ -281,13 +168,13 @@ class Site(NamedTuple):
 
         Args:
             first, second: the operands of fwd.
-            reader: the next product.
+            want: the forms that are read.
+            scale_inv: of the FP8 form.
             bias: float32; None if absent.
             has_relu: apply relu after the bias.
         """
-        gemm, want = self.products.recipe.gemm("fwd"), reader.forms("lhs", keep=False)
-        scale_inv = reader.scale_inv("lhs", want)
-        if gemm is None or want.fp8 is None or scale_inv is None:
+        gemm = self.products.recipe.gemm("fwd")
+        if gemm is None or want.bf16 or want.fp8 is None or scale_inv is None:
             return None
         lhs, rhs = _fp8_views("fwd", first, second)
         (of_lhs,), (of_rhs,) = lhs.scales, rhs.scales
@@ -302,7 +189,107 @@ class Site(NamedTuple):
             has_relu=has_relu,
             fast_accumulation=gemm.fast_accumulation,
         )
-        return Written(None, Fp8Copies(out, None, scale_inv), None)
+        return Written(fp8=out, scale_inv=scale_inv)
+
+
+def cast(tails: Tails, x: Scaled, want: Forms, scale_inv: Scale | None) -> Written:
+    """Returns an operand from a product, or from a matrix in high precision."""
+    shape = want.shape_of(x.data)
+    is_given = not x.scales and x.data.dtype == jnp.bfloat16
+    is_given = is_given and x.data.shape == want.written_shape(shape)
+    if want.fp8 is None:
+        data = x.data if is_given else in_bf16(x)
+        return Written(fp8.pad_to(data, want.written_shape(shape)))
+    is_copied = want.bf16 and not is_given
+    y = tails.norm_tail(
+        [x],
+        epilogue=Epilogue("none"),
+        want=dataclasses.replace(want, bf16=is_copied),
+        y_scale_inv=scale_inv,
+        xhat=None,
+    ).y
+    return y._replace(bf16=x.data) if want.bf16 and is_given else y
+
+
+def sites_of(
+    plans: Sequence[KernelPlan],
+    states: Sequence[DelayedScaling | None],
+    axis_names: tuple[str, ...],
+) -> list[GroupSite]:
+    """Returns the sites of plans with their states."""
+    scales: list[tuple[Scale, ...]] = [()] * len(plans)
+    for joint in _joint_states(plans, states):
+        for i, of_site in joint.scales():
+            scales[i] = of_site
+    products = [Products.of(plan, axis_names) for plan in plans]
+    return [GroupSite(*each) for each in zip(products, scales, strict=True)]
+
+
+type _Amaxes = tuple[Array | None, Array | None, Array | None]
+
+
+def next_states(
+    plans: Sequence[KernelPlan],
+    states: Sequence[DelayedScaling | None],
+    amaxes: Sequence[_Amaxes],
+    axis_names: tuple[str, ...],
+) -> tuple[DelayedScaling | None, ...]:
+    """Returns the gradients of the states.
+
+    Args:
+        plans, states: of the sites.
+        amaxes: of parts of the operands (lhs, rhs, g) of each site, None where not
+            measured.
+        axis_names: mesh axes over which rows are spread.
+    """
+    gradients: list[DelayedScaling | None] = [None] * len(plans)
+    for joint in _joint_states(plans, states):
+        products = Products.of(plans[joint.sites[0]], axis_names)
+        parts = [x for i in joint.sites for x in amaxes[i]]
+        tables = products.tables_after(joint.tables, parts)
+        for i, table in zip(joint.sites, tables, strict=True):
+            gradients[i] = DelayedScaling(table)
+    return tuple(gradients)
+
+
+class _JointStates(NamedTuple):
+    """States of sites whose recipe is the same, in one array.
+
+    A kernel on a state takes as long as its launch, and each site by itself would need
+    several: the check of its table, the copy of each factor for the kernel that reads
+    it, the maximum of amaxes, and the next table.
+
+    Attributes:
+        sites: their numbers.
+        tables: float32, one a site, see `DelayedScaling`.
+    """
+
+    sites: tuple[int, ...]
+    tables: Float[Array, "s 3 C"]
+
+    def scales(self) -> Iterator[tuple[int, tuple[Scale, ...]]]:
+        """Yields the number of each site with the scales of lhs, rhs and g."""
+        vector = DelayedScaling(self.tables).scale_inv.reshape(-1)
+        places = itertools.batched(range(vector.size), len(OPERANDS))
+        for site, of_operands in zip(self.sites, places, strict=True):
+            yield site, tuple(Scale(vector, at) for at in of_operands)
+
+
+def _joint_states(
+    plans: Iterable[KernelPlan], states: Sequence[DelayedScaling | None]
+) -> Iterator[_JointStates]:
+    """Yields the states of sites, without those that have none."""
+    alike: dict[object, list[int]] = {}
+    for i, (plan, state) in enumerate(zip(plans, states, strict=True)):
+        if read_state(plan.choice.recipe, state) is not None:
+            # Not with states that vary over other axes of a mesh.
+            axes = jax.typeof(state.table).mat.varying
+            alike.setdefault((plan.choice.recipe, axes), []).append(i)
+    for sites in alike.values():
+        tables = {i: state.table for i in sites if (state := states[i]) is not None}
+        together = max(1, _MOST_BYTES // tables[sites[0]].nbytes)
+        for some in itertools.batched(sites, together):
+            yield _JointStates(some, jnp.stack([tables[i] for i in some]))
 
 
 def _contracted(role: Role, operand: Operand) -> int:
@@ -311,8 +298,8 @@ def _contracted(role: Role, operand: Operand) -> int:
 
 def _fp8_views(role: Role, first: Written, second: Written) -> list[Scaled]:
     """Returns the operands of a role as its product contracts them."""
-    operands = zip((first.fp8, second.fp8), _CONTRACTED[role], strict=True)
-    return [x.contracting(dim) for x, dim in operands if x is not None]
+    operands = zip((first, second), _CONTRACTED[role], strict=True)
+    return [x.contracting(dim) for x, dim in operands]
 
 
 def _bf16_view(x: Written, dim: int) -> Array:

@@ -1,0 +1,117 @@
+"""Groups of a module's sites: which plans they have, and their variables."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+
+from loka_jax import triton
+from loka_jax.group import Dense, Group, Member
+from loka_jax.nn.context import current
+from loka_jax.ops.device import local_device
+from loka_jax.ops.group import run_group, why_not
+from loka_jax.ops.group_cross import LayerArrays
+from loka_jax.ops.plan import KernelPlan
+from loka_jax.recipe import Recipe
+from loka_jax.site import Choice, Provider
+
+# The least size of a product of which a group has one by default. Narrow layers alone
+# are left to kernels that multiply and normalize at once.
+WIDE = 1024
+
+
+class Within(NamedTuple):
+    """What a module is told whose layers are part of a larger group.
+
+    Attributes:
+        group: all of it.
+        plans: of the module's own sites if the group runs as one operation; then the
+            module returns its `Part`. None if its layers run by themselves.
+    """
+
+    group: Group
+    plans: tuple[KernelPlan, ...] | None = None
+
+
+class Part(NamedTuple):
+    """The variables of some layers of a group, see `ops.group.run_group`."""
+
+    layers: tuple[tuple[LayerArrays, ...], ...]
+    states: tuple[Any, ...]
+
+
+def group_plans(
+    group: Group,
+    members: Sequence[Member],
+    recipes: Sequence[str | Recipe],
+    implementation: Provider | None,
+) -> list[KernelPlan | None]:
+    """Returns the plans of the sites that run in a group; None for the others.
+
+    A site does if its choice or the module's implementation says "group". By default
+    all sites of a group do that has a wide one, where the kernels of tails run; of a
+    cross network only in FP8.
+
+    Args:
+        group: all of it.
+        members: some of its sites.
+        recipes: of each.
+        implementation: of the module.
+    """
+    if implementation not in (None, "group") or current().observer is not None:
+        return [None for _ in recipes]
+    return [
+        plan if _is_in_group(plan, member.path, group, implementation) else None
+        for member, recipe in zip(members, recipes, strict=True)
+        for plan in [current().plan(member.path, member.spec, recipe, "group")]
+    ]
+
+
+def _is_in_group(
+    plan: KernelPlan, path: str, group: Group, implementation: Provider | None
+) -> bool:
+    if plan.choice.provider != "group" or plan.why_not is not None:
+        return False
+    if implementation == "group" or isinstance(current().choices.get(path), Choice):
+        return True
+    sizes = [size for x in group.members for size in (x.spec.k, x.spec.n)]
+    if max(sizes) < WIDE or not runs_tails():
+        return False
+    return plan.choice.is_fp8 or isinstance(group.layer_of(path), Dense)
+
+
+def runs_tails() -> bool:
+    """Returns True if kernels of tails run on the device that sites are planned for."""
+    device = current().device or local_device()
+    return not (triton.why_not_installed() or device.why_not_tails)
+
+
+def joined(
+    group: Group, plans: Sequence[KernelPlan | None]
+) -> tuple[KernelPlan, ...] | None:
+    """Returns the plans of a whole group if it runs as one operation, else None."""
+    own = tuple(plan for plan in plans if plan is not None)
+    if len(own) < len(plans) or why_not(group, own) is not None:
+        return None
+    return own
+
+
+def run_joined(
+    group: Group,
+    plans: tuple[KernelPlan, ...],
+    inputs: tuple[tuple[jax.Array, ...], ...],
+    part: Part,
+    head: jax.Array | None = None,
+    *,
+    words: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """Returns the outputs of a group, after the dots of a head if there is one."""
+    return run_group(group, plans, inputs, part.layers, part.states, head, words)
+
+
+def dropout_words(module: linen.Module, group: Group) -> jax.Array:
+    """Returns random bits of each layer of a group, of a module's rng for dropout."""
+    key = module.make_rng("dropout")
+    return jax.random.bits(key, (len(group.layers), 2), jnp.uint32)

@@ -1,0 +1,550 @@
+"""A group of sites as one operation: products, and a tail in one pass between them.
+
+    Dense    z = x W    y = drop(activation(gamma norm(z + b + residual) + beta))
+             dz from dy    dW = x^T dz    dx = dz W^T
+    Cross    see `group_cross`
+
+Thousands of features wide, a layer gets the full speed of FP8 only if what lies between
+two products takes one pass. The tail applies the scales of the product before it, and
+writes what is read next in the forms that the recipes ask for: in FP8, as it is and
+transposed for dW, under a scale that is known beforehand (from earlier steps, or the
+bound of a norm), or in bfloat16. In bfloat16 the same passes run without FP8.
+
+A value that several products read is written once, under the scale of the first one;
+its gradient is the sum of theirs, which the tail before it takes. The weights are cast
+once a step, in both layouts and in one pass. Sizes that are no multiples of 16 are
+padded with zeros by the passes that cast: no norm or gradient sees them.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt32
+
+from loka_jax import fp8, triton
+from loka_jax.fp8 import E4M3
+from loka_jax.group import Cross, Dense, Group
+from loka_jax.mapped import equally_varying
+from loka_jax.normed import Epilogue, NormResiduals, NormVectors, bounded_scale_inv
+from loka_jax.ops import group_cross
+from loka_jax.ops.group_cross import LayerArrays, weight
+from loka_jax.ops.group_sites import (
+    GroupSite,
+    cast,
+    next_states,
+    sites_of,
+    tails_of,
+)
+from loka_jax.ops.plan import KernelPlan
+from loka_jax.recipe import Recipe
+from loka_jax.scaling import DelayedScaling
+from loka_jax.tails import Dropout, Forms, Outer, Scale, Scaled, Tails, Written
+from loka_jax.triton import tails
+from loka_jax.xla.matmul import cut
+from loka_jax.xla.tails import decode, in_bf16
+
+_RELU = Epilogue("none", "relu")
+
+
+def why_not(group: Group, plans: Sequence[KernelPlan]) -> str | None:
+    """Returns why a group does not run as one operation, or None if it does.
+
+    Args:
+        plans: of its members, in their order.
+    """
+    of_path = {x.path: plan for x, plan in zip(group.members, plans, strict=True)}
+    if reason := next(filter(None, map(_why_not_in_group, plans)), None):
+        return reason
+    for layer in group.layers:
+        if isinstance(layer, Cross):
+            own = {of_path[x.path].choice for each in layer.members for x in each}
+            if reason := _why_not_crossed(own):
+                return reason
+    for value in range(len(group.inputs) + len(group.layers)):
+        if len({_reading(of_path[x.path]) for x in group.readers(value)}) > 1:
+            return "sites that read the same rows differ in their choices"
+    return None
+
+
+def _why_not_in_group(plan: KernelPlan) -> str | None:
+    provider = plan.choice.provider
+    return plan.why_not if provider == "group" else f"provider {provider!r}"
+
+
+def _why_not_crossed(choices: set[Any]) -> str | None:
+    if len(choices) > 1:
+        return f"the sites of a cross network have {len(choices)} different choices"
+    (choice,) = choices
+    recipe = choice.recipe
+    if choice.is_fp8 and (recipe.fwd is None or recipe.dlhs is None):
+        return f"recipe {recipe.name!r} has no FP8 in fwd or dlhs"
+    if any(jnp.dtype(x.dtype) != jnp.dtype(E4M3) for x in recipe.casts("lhs")):
+        return f"recipe {recipe.name!r} reads features in less than E4M3"
+    return None
+
+
+def _reading(plan: KernelPlan) -> Recipe:
+    """Returns what decides the forms of lhs: all of a recipe but dlhs."""
+    return dataclasses.replace(plan.choice.recipe, name="", dlhs=None)
+
+
+def families(group: Group) -> tuple[str, ...]:
+    """Returns the families of kernels that run the tails of a group."""
+    has_cross = any(isinstance(layer, Cross) for layer in group.layers)
+    return ("norm_tail", "cross_tail", "joined_cast") if has_cross else ("norm_tail",)
+
+
+def run_group(
+    group: Group,
+    plans: Sequence[KernelPlan],
+    inputs: tuple[tuple[Float[Array, "m _"], ...], ...],
+    layers: tuple[tuple[LayerArrays, ...], ...],
+    states: Sequence[DelayedScaling | None],
+    head: Float[Array, "n"] | None = None,
+    words: UInt32[Array, "l 2"] | None = None,
+    *,
+    axis_names: tuple[str, ...] = (),
+    implementation: triton.Implementation | None = None,
+) -> tuple[Float[Array, "..."], ...]:
+    """Returns the outputs in bfloat16, before them the dots of a head if there is one.
+
+    Differentiable in inputs, layers and head; gradients have their dtypes. The gradient
+    with respect to `states` is their values for the next step, as in `matmul`.
+
+    Args:
+        group: what runs.
+        plans: of its members, in their order: each product runs in FP8 or in bfloat16
+            as its recipe says.
+        inputs: the arrays whose columns, joined, are each input; cast to bfloat16.
+        layers: the parameters of each layer: of a cross network one a cross layer.
+        states: of the members, for recipes with delayed scaling, else None.
+        head: float32 weights; the dots are float32, of values that were not rounded.
+        words: random bits of each layer, to drop activations; None to drop none.
+        axis_names: mesh axes over which rows are spread, under `shard_map`.
+        implementation: of the tails: "triton" requires its kernels; "xla"; None is
+            Triton if it is installed and the GPU is a Hopper, else XLA.
+
+    Raises:
+        ValueError: if the group is not served (see `why_not`), if Triton is required
+            and cannot run, or if a state is missing.
+    """
+    if reason := why_not(group, plans):
+        raise ValueError(f"run_group: {reason}.")
+    values = range(len(group.inputs) + len(group.layers))
+    shapes = {(group.rows, group.columns(value)) for value in values}
+    refusals = itertools.starmap(tails.why_not, sorted(shapes))
+    refusal = next(filter(None, refusals), None)
+    provider = triton.chosen(implementation, refusal, *families(group))
+    run = _Run(group, tuple(plans), axis_names, provider)
+    arrays, tree = jax.tree.flatten((inputs, layers, head))
+    operands = jax.tree.unflatten(tree, equally_varying(*arrays))
+    return _run(run, *operands, tuple(states), words)
+
+
+class _Run(NamedTuple):
+    """The static arguments."""
+
+    group: Group
+    plans: tuple[KernelPlan, ...]
+    axis_names: tuple[str, ...]
+    implementation: triton.Implementation
+
+    @property
+    def tails(self) -> Tails:
+        """The provider's tails."""
+        return tails_of(self.implementation)
+
+    def shape(self, value: int) -> tuple[int, int]:
+        """Returns rows and columns of a value."""
+        return self.group.rows, self.group.columns(value)
+
+    def sites(self, states) -> list[list[tuple[GroupSite, ...]]]:
+        """Returns the sites of each layer, nested as its members."""
+        sites = iter(sites_of(self.plans, states, self.axis_names))
+        return [
+            [tuple(next(sites) for _ in own) for own in layer.members]
+            for layer in self.group.layers
+        ]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(run: _Run, inputs, layers, head, states, words):
+    return _forward(run, inputs, layers, head, states, words, keep=False)[0]
+
+
+def _forward(run: _Run, inputs, layers, head, states, words, *, keep: bool = True):
+    group, sites = run.group, run.sites(states)
+    reads = [_reads(run, sites, v, keep=keep) for v in range(_count(group))]
+    values = [_enter(run, parts, reads[v]) for v, parts in enumerate(inputs)]
+    all_kept, dots, seen = [], None, set()
+    for layer, own, arrays in zip(group.layers, sites, layers, strict=True):
+        x, value = values[layer.reads], len(values)
+        if layer.reads in seen:
+            # Behind a barrier, without which XLA merges the weight gradients of both
+            # readers, and concatenates the gradients that they read.
+            x = jax.lax.optimization_barrier(x)
+        seen.add(layer.reads)
+        if isinstance(layer, Cross):
+            out, kept = group_cross.propagate(
+                *(run.tails, own, x, arrays),
+                want=reads[value].want,
+                scale_inv=reads[value].scale_inv,
+                head=head if group.head == value else None,
+                keep=keep,
+            )
+            y, dots = out.y, out.dots
+        else:
+            residual = None if layer.residual is None else values[layer.residual]
+            dropout = _dropout(group, value, words)
+            of_step = layer, own, run.shape(value), dropout, reads[value]
+            step = _DenseStep(run.tails, *of_step)
+            y, kept = step.forward(x, residual, arrays[0], keep=keep)
+        values.append(y)
+        all_kept.append(kept)
+    outputs = tuple(_output(values[v], reads[v].want) for v in group.outputs)
+    results = outputs if group.head is None else (dots, *outputs)
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+    vectors = [[x._replace(kernels=()) for x in own] for own in layers]
+    return results, (_Static(types), vectors, head, states, words, all_kept)
+
+
+def _backward(run: _Run, residuals, results):
+    types, layers, head, states, words, all_kept = residuals
+    group, sites = run.group, run.sites(states)
+    d: list[list[Scaled | Outer]] = [[] for _ in range(_count(group))]
+    if group.head is not None:
+        d[group.head].append(Outer(results[0], head))
+    for value, dy in zip(reversed(group.outputs), reversed(results), strict=False):
+        d[value].append(Scaled(dy))
+    gradients, amaxes, dhead = [], [], None
+    given: dict[int, tuple[Array, ...]] = {}
+    each = zip(group.layers, sites, layers, all_kept, strict=True)
+    for i, (layer, own, arrays, kept) in reversed([*enumerate(each)]):
+        value = len(group.inputs) + i
+        if isinstance(layer, Cross):
+            parts = types.value[layer.reads]
+            others, d[layer.reads] = d[layer.reads], []
+            out = group_cross.pull_back(
+                run.tails, own, kept, arrays, d[value], others, parts
+            )
+            given[layer.reads] = out.x0.x0
+            gradients.append(out.layers)
+            amaxes = out.amaxes + amaxes
+            dhead = out.x0.head if out.x0.head is not None else dhead
+        else:
+            dropout = _dropout(group, value, words)
+            step = _DenseStep(run.tails, layer, own, run.shape(value), dropout)
+            to_fp8 = group.is_crossed(layer.reads)
+            pulled = step.backward(d[value], kept, arrays[0], to_fp8=to_fp8)
+            d[layer.reads].append(pulled.x)
+            if layer.residual is not None:
+                d[layer.residual] += pulled.residual
+            gradients.append((pulled.layer,))
+            amaxes = pulled.amaxes + amaxes
+    dinputs = tuple(
+        _leave(group, value, d[value], given.get(value), parts)
+        for value, parts in enumerate(types.value)
+    )
+    after = next_states(run.plans, states, amaxes, run.axis_names)
+    return dinputs, tuple(reversed(gradients)), dhead, after, None
+
+
+_run.defvjp(_forward, _backward)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """A value of the residuals that is not traced."""
+
+    value: Any
+
+
+def _dropout(group: Group, value: int, words: Array | None) -> Dropout | None:
+    """Returns the dropout of the layer that makes a value; None without."""
+    i = value - len(group.inputs)
+    layer = group.layers[i]
+    if words is None or isinstance(layer, Cross) or not layer.dropout:
+        return None
+    return Dropout(words[i], layer.dropout)
+
+
+def _count(group: Group) -> int:
+    return len(group.inputs) + len(group.layers)
+
+
+class _Read(NamedTuple):
+    """How a value is read.
+
+    Attributes:
+        want: the forms.
+        scale_inv: of the FP8 form, from earlier steps; None without one.
+        reader: the first site that reads it, or None.
+    """
+
+    want: Forms
+    scale_inv: Scale | None
+    reader: GroupSite | None
+
+
+def _reads(run: _Run, sites, value: int, *, keep: bool) -> _Read:
+    """Returns how a value is read."""
+    group = run.group
+    reading = [
+        own[0][0]
+        for layer, own in zip(group.layers, sites, strict=True)
+        if layer.reads == value and own
+    ]
+    each = [site.forms("lhs", keep=keep) for site in reading]
+    want = Forms(
+        bf16=group.is_returned(value) or any(form.bf16 for form in each),
+        fp8=next((form.fp8 for form in each if form.fp8 is not None), None),
+        transposed=any(form.transposed for form in each),
+        amax=any(form.amax for form in each),
+        shape=run.shape(value),
+        padded=bool(each),
+    )
+    first = reading[0] if reading else None
+    scale_inv = None if first is None else first.scale_inv("lhs", want)
+    return _Read(want, scale_inv, first)
+
+
+def _enter(run: _Run, parts: tuple[Array, ...], read: _Read) -> Written:
+    """Returns an input in the forms that are read."""
+    if len(parts) > 1:
+        options = dict(want=read.want, scale_inv=read.scale_inv)
+        return run.tails.joined_cast(*parts, **options)
+    x = Scaled(parts[0].astype(jnp.bfloat16))
+    return cast(run.tails, x, read.want, read.scale_inv)
+
+
+def _output(y: Written, want: Forms) -> Array:
+    assert y.bf16 is not None
+    return cut(y.bf16, want.shape_of(y.bf16))
+
+
+def _leave(
+    group: Group,
+    value: int,
+    d: list[Scaled | Outer],
+    given: tuple[Array, ...] | None,
+    parts: tuple[jax.ShapeDtypeStruct, ...],
+) -> tuple[Array, ...]:
+    """Returns the gradient of each part of an input.
+
+    Args:
+        d: summands of the gradient of the whole.
+        given: further summands, by part; None without.
+        parts: the types of the parts.
+    """
+    if not d:
+        assert given is not None
+        return given
+    total = _sum(d, (group.rows, group.columns(value)))
+    ends = itertools.accumulate(part.shape[1] for part in parts)
+    cuts = [
+        total[:, end - x.shape[1] : end] for x, end in zip(parts, ends, strict=True)
+    ]
+    if given is not None:
+        cuts = [x + y for x, y in zip(cuts, given, strict=True)]
+    return tuple(x.astype(part.dtype) for x, part in zip(cuts, parts, strict=True))
+
+
+def _sum(d: Sequence[Any], shape: tuple[int, int]) -> Array:
+    """Returns a gradient of one or several summands."""
+    if len(d) == 1:
+        return cut(in_bf16(d[0]), shape)
+    return cut(functools.reduce(jnp.add, map(decode, d)), shape)
+
+
+class _Pulled(NamedTuple):
+    """The results of the backward pass of a dense layer.
+
+    Attributes:
+        x: the gradient of what it reads.
+        residual: summands of the gradient of its residual.
+        layer: the gradients of its parameters.
+        amaxes: of lhs, rhs and g of its product.
+    """
+
+    x: Scaled
+    residual: list[Scaled]
+    layer: LayerArrays
+    amaxes: list[tuple[Array | None, Array | None, Array | None]]
+
+
+class _KeptDense(NamedTuple):
+    """What the backward pass reads; residuals are None where nothing follows."""
+
+    lhs: Written | None
+    rhs: Written | None
+    residuals: NormResiduals | None
+
+
+class _DenseStep(NamedTuple):
+    """A dense layer.
+
+    Attributes:
+        sites: of its product, none of a norm alone.
+        shape: of its result.
+        dropout: of its result; None for none.
+        read: how its result is read, in the forward pass.
+    """
+
+    tails: Tails
+    layer: Dense
+    sites: list[tuple[GroupSite, ...]]
+    shape: tuple[int, int]
+    dropout: Dropout | None
+    read: _Read | None = None
+
+    @property
+    def site(self) -> GroupSite | None:
+        """The site of its product."""
+        return self.sites[0][0] if self.sites else None
+
+    @property
+    def is_linear(self) -> bool:
+        """True if nothing but a sum follows the product."""
+        is_plain = self.layer.norm.norm == self.layer.norm.activation == "none"
+        return is_plain and self.dropout is None
+
+    def forward(
+        self, x: Written, residual: Written | None, arrays: LayerArrays, *, keep: bool
+    ) -> tuple[Written, _KeptDense]:
+        """Returns the layer's result, and what backward reads."""
+        assert self.read is not None
+        want, scale_inv, _ = self.read
+        vectors = NormVectors(*arrays[1:])
+        site, rhs = self.site, None
+        if site is None:
+            assert x.bf16 is not None
+            z = Scaled(x.bf16)
+        else:
+            rhs = weight(self.tails, site, arrays.kernels[0], keep=keep)
+            handed = None
+            if not keep and residual is None and self._may_hand_on:
+                has_relu = self.layer.norm == _RELU
+                options = dict(bias=arrays.bias, has_relu=has_relu)
+                handed = site.hand_on(x, rhs, want, scale_inv, **options)
+            if handed is not None:
+                return handed, _KeptDense(None, None, None)
+            z = site.multiply("fwd", x, rhs)
+        summands = [z]
+        if residual is not None:
+            assert residual.bf16 is not None
+            summands.append(Scaled(residual.bf16))
+        if self.is_linear and want.fp8 is None and not want.padded:
+            y, residuals = _linear_end(summands, arrays.bias, want), None
+        else:
+            y, residuals = self._tail(summands, vectors, keep=keep)
+        lhs = None if site is None else x
+        return y, _KeptDense(lhs, rhs, residuals)
+
+    @property
+    def _may_hand_on(self) -> bool:
+        """True if the product of an inference can write the result itself."""
+        norm = self.layer.norm
+        return norm.norm == "none" and norm.activation in ("none", "relu")
+
+    def _tail(
+        self, summands: list[Scaled], vectors: NormVectors, *, keep: bool
+    ) -> tuple[Written, NormResiduals | None]:
+        assert self.read is not None
+        want, epilogue = self.read.want, self.layer.norm
+        keeps_y = self.is_linear or epilogue == _RELU
+        xhat = None
+        if keep and not keeps_y:
+            # In FP8 where the error of the gradient allows it.
+            near = self.site or self.read.reader
+            is_fp8 = near is not None and near.products.recipe.dlhs is not None
+            xhat = E4M3 if is_fp8 else jnp.bfloat16
+        y, residuals = self.tails.norm_tail(
+            *(summands, vectors, self.dropout),
+            epilogue=epilogue,
+            want=want,
+            y_scale_inv=self._scale_inv(vectors),
+            xhat=xhat,
+        )
+        if keeps_y and not self.is_linear:
+            kept = y.bf16 if y.fp8 is None else y.fp8  # of relu signs are enough
+            assert kept is not None
+            residuals = NormResiduals(kept, None)
+        return y, residuals
+
+    def _scale_inv(self, vectors: NormVectors) -> Scale | None:
+        """Returns the scale of the result in FP8."""
+        assert self.read is not None
+        (want, scale_inv, _), norm = self.read, self.layer.norm.norm
+        if norm == "none" or want.fp8 is None:
+            return scale_inv
+        if jnp.dtype(want.fp8) != jnp.dtype(E4M3):
+            return scale_inv
+        # A power of two, so that the next product is exact in bfloat16.
+        bound = bounded_scale_inv(norm, self.shape[1], vectors.gamma, vectors.beta)
+        if self.dropout is not None:
+            bound = bound / (1 - self.dropout.rate)
+        return Scale.of(fp8.power_of_two_up(bound))
+
+    def backward(
+        self,
+        d: Sequence[Any],
+        kept: _KeptDense,
+        arrays: LayerArrays,
+        *,
+        to_fp8: bool,
+    ) -> _Pulled:
+        """Returns the gradients of what the layer reads and of its parameters."""
+        g, dvectors = self._gradient(d, kept.residuals, NormVectors(*arrays[1:]))
+        dz = [*d]
+        if not self.is_linear:
+            dz = [] if g.bf16 is None else [Scaled(g.bf16)]
+        if self.site is None:
+            return _Pulled(dz[0], dz, LayerArrays((), *dvectors), [])
+        site, lhs, rhs = self.site, kept.lhs, kept.rhs
+        assert lhs is not None and rhs is not None
+        multiply = site.multiply_to_fp8 if to_fp8 else site.multiply
+        return _Pulled(
+            x=multiply("dlhs", g, rhs),
+            residual=dz,
+            layer=LayerArrays((site.weight_gradient(lhs, g),), *dvectors),
+            amaxes=[(lhs.amaxes, rhs.amaxes, g.amaxes)],
+        )
+
+    def _gradient(
+        self, d: Sequence[Any], residuals: NormResiduals | None, vectors: NormVectors
+    ) -> tuple[Written, NormVectors]:
+        """Returns the gradients of the norm's argument and of the vectors."""
+        want = Forms(shape=self.shape)
+        if self.site is not None:
+            want = self.site.forms("g", keep=True)
+        if self.layer.residual is not None and not self.is_linear:
+            want = dataclasses.replace(want, bf16=True)
+        scale_inv = None if self.site is None else self.site.scale_inv("g", want)
+        if residuals is not None:
+            return self.tails.norm_tail_backward(
+                *(d, residuals, vectors, self.dropout),
+                epilogue=self.layer.norm,
+                want=want,
+                dz_scale_inv=scale_inv,
+            )
+        z = d[0] if len(d) == 1 else Scaled(functools.reduce(jnp.add, map(decode, d)))
+        dbias = None
+        if vectors.bias is not None:
+            dbias = jnp.sum(cut(decode(z), want.shape_of(z.data)), axis=0)
+        return cast(self.tails, z, want, scale_inv), NormVectors(dbias)
+
+
+def _linear_end(summands: list[Scaled], bias: Array | None, want: Forms) -> Written:
+    """Returns a last product; XLA joins a bias and a residual with what reads it."""
+    shape = want.shape_of(summands[0].data)
+    if bias is None and len(summands) == 1:
+        return Written(cut(in_bf16(summands[0]), shape))
+    out = functools.reduce(jnp.add, (cut(decode(x), shape) for x in summands))
+    out = out if bias is None else out + bias[None, :]
+    return Written(out.astype(jnp.bfloat16))

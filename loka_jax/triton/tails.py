@@ -1,0 +1,392 @@
+"""The tails of `loka_jax.tails` by Triton, each in one pass over its matrices.
+
+A program reads tiles of block_m rows by block_n columns of each operand, computes in
+float32, and writes every form of the result: also its FP8 transpose, which passes
+through shared memory. Matrices may have any size. Operands may be padded, and results
+are written with zeros past their end: padding costs no pass of its own. Loads and
+stores take 16 bytes at a time where columns are multiples of 16.
+
+Columns that share a statistic of a norm are in one tile where that holds them. Else a
+program reads all tiles of its rows twice, the second time from the cache where that
+holds them.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from loka_jax.fp8 import E4M3, fp8_max
+from loka_jax.normed import (
+    NO_VECTORS,
+    Epilogue,
+    NormResiduals,
+    NormVectors,
+    norm_features,
+    xhat_scale_inv,
+)
+from loka_jax.tails import (
+    CrossGradients,
+    CrossTail,
+    Dropout,
+    Forms,
+    NormTail,
+    NormTailGradients,
+    Outer,
+    Scale,
+    Scaled,
+    Written,
+)
+from loka_jax.triton.launch import power_of_two, require_triton
+from loka_jax.triton.trees import launch_tree, static
+
+_DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2")
+_MIN_COLUMNS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The tunable parameters of a tail.
+
+    Attributes:
+        block_m, block_n: rows and columns of a program's tile, powers of two.
+        num_warps: warps of a program.
+        repeat: tiles, one below the other, of a program that sums over rows.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    repeat: int = 1
+
+    def tiles(self, m: int, n: int) -> tuple[int, int]:
+        """Returns how many tiles cover the rows and the columns of a matrix."""
+        return math.ceil(m / self.block_m), math.ceil(n / self.block_n)
+
+
+# The fastest of a cross layer, and where its last tiles would not be full.
+CROSS, CROSS_NARROW = Tile(64, 128, 4), Tile(64, 64, 4)
+GRADIENT, GRADIENT_NARROW = Tile(32, 128, 4), Tile(32, 64, 2)
+# The fastest on an H200 at 65,536 x 3,456, either way with a norm, of a cast without.
+BLOCK, NO_NORM = Tile(32, 256, 8), Tile(64, 128, 4)
+# Of whole rows: few, so that the cache holds what the running programs read twice, and
+# tiles that leave registers for two programs. Not timed yet.
+ROWS = Tile(32, 128, 8)
+# Of whole rows without vectors and activation: the fastest on an H100 at 16,384 x 2,048
+# where the transposed form is written, whose runs are as long as a tile has rows, and
+# where it is not.
+PLAIN_ROWS_TRANSPOSED, PLAIN_ROWS = Tile(32, 512, 8), Tile(16, 1024, 8)
+
+
+def why_not(m: int, n: int, *operands: Scaled | Array | None) -> str | None:
+    """Returns why (m, n) matrices are not served, or None if they are."""
+    for name, size in (("m", m), ("n", n)):
+        if size <= 0:
+            return f"{name}={size} is not positive"
+    for operand in operands:
+        data = operand.data if isinstance(operand, Scaled) else operand
+        if data is not None and data.dtype.name not in _DTYPES:
+            return f"{data.dtype.name} is none of {', '.join(_DTYPES)}"
+    return None
+
+
+def norm_tail(
+    summands: Sequence[Scaled],
+    vectors: NormVectors = NO_VECTORS,
+    dropout: Dropout | None = None,
+    *,
+    epilogue: Epilogue,
+    want: Forms,
+    y_scale_inv: Scale | None = None,
+    xhat: DTypeLike | None = E4M3,
+    tile: Tile | None = None,
+) -> NormTail:
+    """Returns what `xla.norm_tail` does.
+
+    Args:
+        summands, vectors, dropout, epilogue, want, y_scale_inv, xhat: as there.
+        tile: None for the fastest that is known.
+
+    Raises:
+        ValueError: if these operands are not served (see `why_not`), or gamma or beta
+            are given to a norm without them.
+        ImportError: if jax-triton is not installed.
+    """
+    run = _Run.of("norm_tail", summands[0].data, want, *summands)
+    of = _norm_constants(epilogue, run.n, vectors)
+    is_kept, is_norm = xhat is not None, epilogue.norm != "none"
+    dtype = jnp.bfloat16 if xhat is None or not is_norm else xhat
+    blocks = -(-run.n // of["features"])
+    rstd_shape = (blocks, run.m) if blocks > 1 else (run.m,)
+    from loka_jax.triton import norm_tail_kernel  # not above: it imports Triton
+
+    tile = _tile(tile, epilogue, run.n, vectors, want)
+    given = dict(summands=tuple(summands), vectors=vectors, dropout=dropout)
+    given |= dict(scale_inv=y_scale_inv)
+    out = dict(
+        y=run.types(tile),
+        xhat=_type(run.out_shape, dtype) if is_kept else None,
+        rstd=_type(rstd_shape) if is_kept and is_norm else None,
+    )
+    of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, dtype), epsilon=epilogue.epsilon)
+    out = run(norm_tail_kernel.norm_tail_kernel, tile, given, out, **of)
+    residuals = NormResiduals(out.xhat, out.rstd) if is_kept else None
+    return NormTail(_written(out.y, y_scale_inv), residuals)
+
+
+def norm_tail_backward(
+    gradients: Sequence[Scaled],
+    residuals: NormResiduals,
+    vectors: NormVectors = NO_VECTORS,
+    dropout: Dropout | None = None,
+    *,
+    epilogue: Epilogue,
+    want: Forms,
+    dz_scale_inv: Scale | None = None,
+    tile: Tile | None = None,
+) -> NormTailGradients:
+    """Returns what `xla.norm_tail_backward` does; arguments are as there.
+
+    Deterministic. Raises what `norm_tail` does.
+    """
+    xhat, rstd = residuals
+    run = _Run.of("norm_tail_backward", gradients[0].data, want, *gradients, xhat)
+    of = _norm_constants(epilogue, run.n, vectors)
+    tile = _tile(tile, epilogue, run.n, vectors, want)
+    programs = math.ceil(tile.tiles(run.m, 1)[0] / tile.repeat)
+    from loka_jax.triton import norm_tail_kernel
+
+    sums = jax.tree.map(lambda _: _type((programs, run.n)), vectors)
+    given = dict(gradients=tuple(gradients), xhat=xhat, rstd=rstd, vectors=vectors)
+    of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, xhat.dtype), repeat=tile.repeat)
+    kernel = norm_tail_kernel.norm_tail_backward_kernel
+    given |= dict(dropout=dropout, scale_inv=dz_scale_inv)
+    out = run(kernel, tile, given, dict(dz=run.types(tile), sums=sums), **of)
+    of_vectors = jax.tree.map(lambda parts: jnp.sum(parts, axis=0), out.sums)
+    return NormTailGradients(_written(out.dz, dz_scale_inv), of_vectors)
+
+
+def cross_tail(
+    summands: Sequence[Scaled | Outer],
+    x0: Scaled,
+    bias: Float[Array, "n"] | None = None,
+    head: Float[Array, "n"] | None = None,
+    *,
+    want: Forms,
+    y_scale_inv: Scale | None = None,
+    has_row_sum: bool = False,
+    tile: Tile | None = None,
+) -> CrossTail:
+    """Returns what `xla.cross_tail` does; arguments are as there.
+
+    Deterministic. Raises what `norm_tail` does.
+    """
+    outer, products = _apart(summands)
+    run = _Run.of("cross_tail", x0.data, want, *products, x0)
+    is_narrow = has_row_sum or run.n % CROSS.block_n
+    tile = tile or (CROSS_NARROW if is_narrow else CROSS)
+    tiles_m, tiles_n = tile.tiles(run.m, run.n)
+    from loka_jax.triton import cross_tail_kernel
+
+    given = dict(outer=outer, summands=products, x0=x0, bias=bias, head=head)
+    out = run(
+        cross_tail_kernel.cross_tail_kernel,
+        tile,
+        given | dict(scale_inv=y_scale_inv),
+        dict(
+            y=run.types(tile),
+            row_sums=_type((tiles_m, run.n)) if has_row_sum else None,
+            dots=None if head is None else _type((tiles_n, run.m)),
+        ),
+    )
+    return CrossTail(
+        y=_written(out.y, y_scale_inv),
+        row_sum=jnp.sum(out.row_sums, axis=0) if has_row_sum else None,
+        dots=None if head is None else jnp.sum(out.dots, axis=0),
+    )
+
+
+def cross_gradient(
+    gradients: Sequence[Sequence[Scaled | Outer]],
+    products: Sequence[Scaled],
+    biases: Sequence[Float[Array, "n"] | None],
+    x0: Scaled | None = None,
+    *,
+    parts: Sequence[jax.ShapeDtypeStruct],
+    shape: tuple[int, int],
+    tile: Tile | None = None,
+) -> CrossGradients:
+    """Returns what `xla.cross_gradient` does; arguments are as there.
+
+    It reads the products of both passes as they left cuBLASLt, and writes each part of
+    x0 its own gradient, one or two: columns past them are not written. Deterministic.
+    Raises what `norm_tail` does.
+    """
+    outer, last = _apart(gradients[-1])
+    assert (outer is None) == (x0 is None)
+    given = (*(tuple(d) for d in gradients[:-1]), last)
+    flat = itertools.chain(*given, products, [x0])
+    run = _Run.of("cross_gradient", products[0].data, Forms(shape=shape), *flat)
+    tile = tile or (GRADIENT_NARROW if run.n % GRADIENT.block_n else GRADIENT)
+    tiles_m, _ = tile.tiles(run.m, 1)
+    from loka_jax.triton import cross_tail_kernel
+
+    operands = dict(gradients=given, products=tuple(products), biases=tuple(biases))
+    out = run(
+        cross_tail_kernel.cross_gradient_kernel,
+        tile,
+        operands | dict(outer=outer, x0=x0),
+        dict(
+            head_sums=None if outer is None else _type((tiles_m, run.n)),
+            parts=tuple(parts),
+        ),
+    )
+    head = None if outer is None else jnp.sum(out.head_sums, axis=0)
+    return CrossGradients(out.parts, head)
+
+
+def joined_cast(
+    first: Float[Array, "m a"],
+    second: Float[Array, "m b"],
+    *,
+    want: Forms,
+    scale_inv: Scale | None = None,
+    tile: Tile | None = None,
+) -> Written:
+    """Returns `[first; second; zeros]` in the requested forms, as `xla.joined_cast`.
+
+    The features of a cross network are a vector of the embeddings and the dense
+    features. Its products and its tails read them as they are written here, so that
+    nothing has to be concatenated. Raises what `norm_tail` does.
+    """
+    m, n = first.shape[0], first.shape[1] + second.shape[1]
+    want = dataclasses.replace(want, shape=want.shape or (m, n))
+    run = _Run.of("joined_cast", first, want, first, second)
+    tile = tile or (CROSS_NARROW if run.n % CROSS.block_n else CROSS)
+    from loka_jax.triton import cross_tail_kernel
+
+    given = dict(first=first, second=second, scale_inv=scale_inv)
+    kernel = cross_tail_kernel.joined_cast_kernel
+    return _written(run(kernel, tile, given, run.types(tile)), scale_inv)
+
+
+class _Types(NamedTuple):
+    """The types, or arrays, of a matrix in all forms; None where not wanted."""
+
+    bf16: Any
+    fp8: Any
+    fp8_t: Any
+    amaxes: Any
+
+
+class _Run:
+    """A launch: sizes of the matrix that is written, and its forms."""
+
+    def __init__(self, shape: tuple[int, int], want: Forms):
+        """Keeps rows and columns of the matrix, and its forms."""
+        self.m, self.n = shape
+        self.want = want
+        self.out_shape = want.written_shape(shape)
+
+    @classmethod
+    def of(cls, name: str, like: Array, want: Forms, *operands: Any) -> "_Run":
+        """Returns the launch of a matrix that is computed from one like this.
+
+        Raises:
+            ValueError: with the reason, if operands are not served.
+            ImportError: with the remedy, if Triton is not installed.
+        """
+        shape = want.shape_of(like)
+        if reason := why_not(*shape, *operands):
+            raise ValueError(f"{name}: {reason}.")
+        require_triton()
+        return cls(shape, want)
+
+    def types(self, tile: Tile) -> _Types:
+        """Returns the types of the matrix in all its forms."""
+        (m, n), want = self.out_shape, self.want
+        fp8 = jnp.bfloat16 if want.fp8 is None else want.fp8
+        return _Types(
+            bf16=_type((m, n), jnp.bfloat16) if want.bf16 else None,
+            fp8=_type((m, n), fp8) if want.fp8 is not None else None,
+            fp8_t=_type((n, m), fp8) if want.transposed else None,
+            amaxes=_type((math.prod(tile.tiles(m, n)),)) if want.amax else None,
+        )
+
+    def __call__(self, kernel: Any, tile: Tile, given: dict, out: Any, **of: Any):
+        """Returns the results of a kernel, in the structure of `out`."""
+        out_m, out_n = self.out_shape
+        tiles_m, tiles_n = tile.tiles(out_m, out_n)
+        if of.get("features", 0) > tile.block_n and of["norm"] in ("layer", "rms"):
+            tiles_n = 1  # a program goes over all tiles of its rows
+        tiles_m = math.ceil(tiles_m / of.get("repeat", 1))
+        fp8 = self.want.fp8
+        constants = static(
+            **dict(m=self.m, n=self.n, out_m=out_m, out_n=out_n),
+            **dict(block_m=tile.block_m, block_n=tile.block_n),
+            limit=1.0 if fp8 is None else fp8_max(fp8),
+            **of,
+        )
+        return launch_tree(
+            kernel,
+            static(**given),
+            static(**out) if isinstance(out, dict) else out,
+            constants,
+            grid=tiles_m * tiles_n,
+            num_warps=tile.num_warps,
+        )
+
+
+def _type(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _written(y: Any, scale_inv: Scale | None) -> Written:
+    """Returns a result from the arrays of `_Run.types`."""
+    assert (y.fp8 is None) == (scale_inv is None)
+    return Written(y.bf16, y.fp8, y.fp8_t, scale_inv, y.amaxes)
+
+
+def _apart(
+    summands: Sequence[Scaled | Outer],
+) -> tuple[Outer | None, tuple[Scaled, ...]]:
+    """Returns the outer product among summands, if there is one, and the others."""
+    outer = next((x for x in summands if isinstance(x, Outer)), None)
+    return outer, tuple(x for x in summands if isinstance(x, Scaled))
+
+
+def _norm_constants(epilogue: Epilogue, n: int, vectors: NormVectors) -> dict[str, Any]:
+    norm = epilogue.norm
+    if norm in ("none", "block") and (vectors.gamma, vectors.beta) != (None, None):
+        raise ValueError(f"norm {norm!r} takes neither gamma nor beta.")
+    features = norm_features(norm, n)
+    return dict(norm=norm, features=features, activation=epilogue.activation)
+
+
+def _xhat_scale(epilogue: Epilogue, n: int, dtype: DTypeLike) -> float:
+    is_fp8 = jnp.dtype(dtype) == jnp.dtype(E4M3)
+    return 1 / xhat_scale_inv(epilogue.norm, n) if is_fp8 else 1.0
+
+
+def _tile(
+    tile: Tile | None, epilogue: Epilogue, n: int, vectors: NormVectors, want: Forms
+) -> Tile:
+    """Returns the tile of a launch, the fastest that is known if none is given."""
+    norm = epilogue.norm
+    columns = max(power_of_two(norm_features(norm, n)), _MIN_COLUMNS)
+    if tile is not None:
+        if norm == "block" and tile.block_n != columns:
+            raise ValueError(f"{tile} has {tile.block_n} columns, a block {columns}.")
+        return tile
+    has_vectors = any(vector is not None for vector in vectors)
+    if norm in ("layer", "rms") and epilogue.activation == "none" and not has_vectors:
+        tile = PLAIN_ROWS_TRANSPOSED if want.transposed else PLAIN_ROWS
+    else:
+        tile = {"none": NO_NORM, "block": BLOCK}.get(norm, ROWS)
+    return dataclasses.replace(tile, block_n=min(columns, tile.block_n))
