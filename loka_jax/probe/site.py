@@ -32,8 +32,8 @@ from loka_jax.recipe import get_recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProbeSettings:
-    """What Probe learns of a site, and at what weight.
+class ProbeConfig:
+    """How sites are observed in one step.
 
     Attributes:
         max_rows: number of rows of a batch to observe, spread evenly over it.
@@ -41,29 +41,20 @@ class ProbeSettings:
             first steps of training count as much as the last.
         recipes: whose products are multiplied on the operands themselves, to measure
             their errors: at every site, whatever runs there.
+        moves_weight_covariances: False updates only the means of weights, at a fraction
+            of the cost.
     """
 
     max_rows: int = 2048
     decay: float = 1.0
     recipes: tuple[str, ...] = live_errors.RECIPES
+    moves_weight_covariances: bool = True
 
     def __post_init__(self):  # noqa: D105
-        require(self.max_rows >= 2, "--probe.max-rows", self.max_rows, "at least 2")
+        require(self.max_rows >= 2, "max_rows", self.max_rows, "at least 2")
         require(0 < self.decay <= 1, "--probe.decay", self.decay, "in (0, 1]")
         for name in self.recipes:
             get_recipe(name)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProbeConfig(ProbeSettings):
-    """How sites are observed in one step.
-
-    Attributes:
-        moves_weight_covariances: False updates only the means of weights, at a fraction
-            of the cost.
-    """
-
-    moves_weight_covariances: bool = True
 
     def init(self, m: int, k: int, n: int) -> "SiteStats":
         """Returns the empty statistics of a site, whatever its m."""

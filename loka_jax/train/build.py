@@ -272,7 +272,7 @@ def build(
         planned = choose_plan(config, sites, total_steps, say, source=source)
     else:
         planned = resumed_plan(config, saved, sites)
-    probe = dataclasses.replace(config.probe, every=planned.observe_every)
+    probe = dataclasses.replace(config.probe, every=planned.every)
     config = dataclasses.replace(config, probe=probe)
     run = Run(
         config=config,

@@ -203,7 +203,8 @@ class Loop:
 
     def _look_at_operands(self, batch: Batch):
         """Looks at FP8 sites at fixed steps, so that resumed runs do the same."""
-        if self.progress.step and self._is_due(self.run.config.loop.look_every):
+        every = self.run.config.probe.look_every
+        if self.progress.step and every and self._is_due(every):
             with self._display.doing("looking at operands"):
                 self._sync()
                 self.progress = self._looks.before_step(

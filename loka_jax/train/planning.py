@@ -24,10 +24,9 @@ from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.nn import Site
 from loka_jax.ops.device import local_device
 from loka_jax.site import BF16
-from loka_jax.train.config import Config
+from loka_jax.train.config import LOOK_EVERY, Config
 
 AUTO, TUNE, OFF = "auto", "tune", "off"
-OBSERVE_EVERY = 100  # steps, of a run whose errors are worth learning
 # What checking kernels and compiling more steps take; 310 s in Wukong M on an H100.
 OBSERVING_SECONDS = 300.0
 
@@ -39,13 +38,13 @@ class ChosenPlan(NamedTuple):
         plan: without the sites for which the modules decide.
         notes: sentences.
         performance: by which it was made; None without one.
-        observe_every: steps from one that Probe observes to the next; 0 for none.
+        every: steps from one that Probe observes to the next; None or 0 for none.
     """
 
     plan: DispatchPlan
     notes: tuple[str, ...] = ()
     performance: PerformanceModel | None = None
-    observe_every: int = 0
+    every: int | None = None
 
 
 def choose_plan(
@@ -69,8 +68,8 @@ def choose_plan(
     if path is not None and _is_plan(path):
         plan = _runnable(plans.load(path, sites), str(path), sites)
         ruled = plans.make_plan(sites, None, rules=config.dispatch.by_pattern)
-        every = config.probe.every or 0
-        return ChosenPlan(plan.changed(dict(ruled.decisions)), observe_every=every)
+        plan = plan.changed(dict(ruled.decisions))
+        return ChosenPlan(plan, every=config.probe.every)
     if config.plan == TUNE:
         performance, notes = tune_at_start(
             sites, config.dispatch.tune_seconds, name=config.name, say=say
@@ -86,10 +85,10 @@ def choose_plan(
     )
     every = config.probe.every
     if performance is None:
-        return ChosenPlan(make_plan(None), notes, observe_every=every or 0)
+        return ChosenPlan(make_plan(None), notes, every=every)
     seconds = config.dispatch.check_seconds
     plan, performance, more = check_plan(make_plan, sites, performance, seconds, say)
-    chosen = ChosenPlan(plan, (*notes, *more), performance, every or 0)
+    chosen = ChosenPlan(plan, (*notes, *more), performance, every)
     if every is None and jax.process_count() == 1:  # others review no plan
         unknown = without_errors(sites, performance, source)
         hopeful = functools.partial(make_plan, errors=as_if_accurate(unknown))
@@ -134,12 +133,10 @@ def _observed_if_worth(
     if faster is None:
         return chosen
     note = (
-        f"Probe observes every {OBSERVE_EVERY}th step: once errors are known, FP8 may "
+        f"Probe observes every {LOOK_EVERY}th step: once errors are known, FP8 may "
         f"make the sites {faster:.2f} times as fast (--probe.every 0 observes none)."
     )
-    return ChosenPlan(
-        chosen.plan, (*chosen.notes, note), performance, observe_every=OBSERVE_EVERY
-    )
+    return ChosenPlan(chosen.plan, (*chosen.notes, note), performance, every=LOOK_EVERY)
 
 
 def resumed_plan(config: Config, value: Any, sites: Sequence[Site]) -> ChosenPlan:
@@ -148,8 +145,8 @@ def resumed_plan(config: Config, value: Any, sites: Sequence[Site]) -> ChosenPla
     Raises:
         ValueError: if the plan cannot run here.
     """
-    chosen = ChosenPlan(saved_plan(value, sites), observe_every=config.probe.every or 0)
-    if not chosen.observe_every:
+    chosen = ChosenPlan(saved_plan(value, sites), every=config.probe.every)
+    if not chosen.every:
         return chosen
     try:
         return chosen._replace(performance=_known(config).performance)

@@ -25,7 +25,7 @@ from loka_jax.train.build import Run, build, build_in_turn
 from loka_jax.train.checkpoints.checkpoint import Checkpoints, require_space
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.checkpoints.row_layout import read_state
-from loka_jax.train.config import Config
+from loka_jax.train.config import LOOK_EVERY, Config
 from loka_jax.train.folder.record import BEST, RunRecord, SilentRecord, read_run
 from loka_jax.train.folder.source_run import SourceRun, keep_encoding, open_run
 from loka_jax.train.folder.workdir import choose_workdir, workdir_of
@@ -45,7 +45,6 @@ from loka_jax.train.mesh.devices import used_devices
 from loka_jax.train.planner.mesh_plan import host_note
 from loka_jax.train.planner.mesh_workload import workload_of
 from loka_jax.train.planner.step_sizes import Mesh
-from loka_jax.train.planning import OBSERVE_EVERY
 from loka_jax.train.processes.group import Processes, start
 from loka_jax.train.processes.signals import stop_on_signals
 from loka_jax.train.processes.watchdog import Watchdog
@@ -222,7 +221,7 @@ def _observed_as(saved: Saved | None, config: Config) -> Config:
     """
     if saved is None or config.probe.every is not None:
         return config
-    every = OBSERVE_EVERY if saved.has("probe") else 0
+    every = LOOK_EVERY if saved.has("probe") else None
     probe = dataclasses.replace(config.probe, every=every)
     return dataclasses.replace(config, probe=probe)
 

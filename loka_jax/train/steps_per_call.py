@@ -26,7 +26,7 @@ def steps_at_once(config: Config, step: int, steps_per_epoch: int, end: int) -> 
         loop.log_every,
         loop.eval_every or steps_per_epoch,
         loop.save_every or after,
-        loop.look_every,
+        config.probe.look_every or after,
         LOOK_STEPS,
     )
     is_interrupted = any(step // n != (after - 1) // n for n in every)

@@ -102,7 +102,7 @@ class Looks:
 
     def _with_operands(self, run: Run, look: Look, progress: Progress) -> Progress:
         before = progress.drift
-        watch = before.after(jax.device_get(look), run.config.loop.look_every)
+        watch = before.after(jax.device_get(look), run.config.probe.look_every)
         for path in watch.newly_above(before):
             self._say(
                 f"{path}: errors of its FP8 have been above their limit in most "

@@ -108,7 +108,7 @@ MISTAKES = [
     Mistake(
         "a call of several steps passes over a look at operands",
         "loka_jax/train/steps_per_call.py",
-        "        loop.look_every,\n",
+        "        config.probe.look_every or after,\n",
         "",
         "unit/train/steps_per_call_test.py",
     ),

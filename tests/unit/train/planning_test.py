@@ -47,12 +47,12 @@ def test_a_table_decides(tmp_path):
 @pytest.mark.parametrize(
     "source, every, least_seconds, processes, observed",
     [
-        ("another", None, 20.0, 1, planning.OBSERVE_EVERY),
-        ("another", None, 20.1, 1, 0),  # a short run
-        ("another", None, 20.0, 2, 0),  # whose reviews would change plans apart
+        ("another", None, 20.0, 1, 64),
+        ("another", None, 20.1, 1, None),  # a short run
+        ("another", None, 20.0, 2, None),  # whose reviews would change plans apart
         ("another", 0, 0.0, 1, 0),
         ("another", 7, 100.0, 1, 7),
-        (None, None, 0.0, 1, 0),  # errors are known
+        (None, None, 0.0, 1, None),  # errors are known
     ],
 )
 def test_a_run_is_observed_where_errors_keep_fp8_out(
@@ -66,7 +66,7 @@ def test_a_run_is_observed_where_errors_keep_fp8_out(
     chosen = planning.choose_plan(
         _config(plan=str(path), every=every), run.sites, 20, source=run.source
     )
-    assert chosen.observe_every == observed
+    assert chosen.every == observed
     said = any("FP8 may make the sites" in note for note in chosen.notes)
     assert said == (every is None and bool(observed))
 
@@ -145,9 +145,9 @@ def test_a_resumed_run_has_the_plan_of_its_checkpoint(tmp_path, monkeypatch):
     saved, sites = as_json(run.plan), run.sites
     observed = _config(plan=str(path), every=3)
     chosen = planning.resumed_plan(_config(plan=str(path)), saved, sites)
-    assert (chosen.performance, chosen.observe_every) == (None, 0)
+    assert (chosen.performance, chosen.every) == (None, None)
     chosen = planning.resumed_plan(observed, saved, sites)
-    assert (chosen.performance is None, chosen.observe_every) == (False, 3)
+    assert (chosen.performance is None, chosen.every) == (False, 3)
     path.unlink()  # the table is lost, the plan is not
     chosen = planning.resumed_plan(observed, saved, sites)
     assert dict(chosen.plan.choices) == dict(run.plan.choices)

@@ -17,11 +17,10 @@ from loka_jax.train import loop as loop_lib
 from loka_jax.train import session
 from loka_jax.train import summary as summary_lib
 from loka_jax.train.checkpoints.manifest import Saved
-from loka_jax.train.config import ProbeOptions
+from loka_jax.train.config import LOOK_EVERY, ProbeOptions
 from loka_jax.train.folder import workdir
 from loka_jax.train.folder.source_run import SourceRun
 from loka_jax.train.loop import Loop
-from loka_jax.train.planning import OBSERVE_EVERY
 from tests.support import train as support
 from tests.support.loop import StandInCheckpoints, StandInRun, Steps, start_state
 from tests.support.train import config
@@ -169,7 +168,7 @@ def test_a_run_resumes_with_the_plan_and_the_observation_of_its_checkpoint():
     sources = (SAVED, SOURCE, None, dataclasses.replace(SAVED, meta={}))
     assert [*map(session._plan_of, sources)] == [{"a": 1}, {"a": 1}, None, {}]
     observed = dataclasses.replace(SAVED, leaves={"probe/site": None})
-    for asked, expected in ((None, (None, 0, OBSERVE_EVERY)), (7, (7, 7, 7))):
+    for asked, expected in ((None, (None, None, LOOK_EVERY)), (7, (7, 7, 7))):
         run = dataclasses.replace(config(), probe=ProbeOptions(every=asked))
         for saved, every in zip((None, SAVED, observed), expected, strict=True):
             assert session._observed_as(saved, run).probe.every == every
@@ -178,5 +177,5 @@ def test_a_run_resumes_with_the_plan_and_the_observation_of_its_checkpoint():
 def test_options_that_decide_what_a_run_learns_may_not_change():
     may = {"loop.epochs", "mesh", "data.path", "loop.steps_per_call"}
     fixed = {"loop.batch_size", "loop.microbatches", "loop.eval_every", "optim", "seed"}
-    fixed |= {"loop", "data", "loop.look_every"}
+    fixed |= {"loop", "data", "probe", "probe.every"}
     assert may <= set(session._MAY_CHANGE) and not fixed & set(session._MAY_CHANGE)
