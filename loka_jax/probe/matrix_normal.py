@@ -27,9 +27,9 @@ from jaxtyping import Array, Float
 
 from loka_jax.probe import blocks
 
-MOMENTUM = 0.99  # 0.9 leaves an error of a third in V (x) U, 0.99 one of 9 %
+_MOMENTUM = 0.99  # 0.9 leaves an error of a third in V (x) U, 0.99 one of 9 %
 _PRIOR = 8.0  # number of weights that the initial U and V count as, if k = n
-MEAN_MOMENTUM = 0.5  # a longer average would lag behind the weight
+_MEAN_MOMENTUM = 0.5  # a longer average would lag behind the weight
 
 
 class MatrixNormal(NamedTuple):
@@ -50,14 +50,14 @@ class MatrixNormal(NamedTuple):
     columns: Float[Array, "c t t"]
 
 
-def empty_weights(k: int, n: int, *, max_bytes: int = blocks.MAX_BYTES) -> MatrixNormal:
+def empty_weights(k: int, n: int) -> MatrixNormal:
     """Returns the initial state for a weight (k, n)."""
     return MatrixNormal(
         steps=jnp.zeros((), jnp.float32),
         moves=jnp.zeros((), jnp.float32),
         mean=jnp.zeros((k, n), jnp.float32),
-        rows=_identity(k, max_bytes),
-        columns=jnp.zeros_like(_identity(n, max_bytes)),
+        rows=_identity(k),
+        columns=jnp.zeros_like(_identity(n)),
     )
 
 
@@ -65,8 +65,6 @@ def update(
     state: MatrixNormal,
     w: Float[Array, "k n"],
     *,
-    momentum: float = MOMENTUM,
-    mean_momentum: float = MEAN_MOMENTUM,
     moves_covariances: bool = True,
 ) -> MatrixNormal:
     """Returns the state after one more weight; one that is not finite is ignored.
@@ -74,34 +72,30 @@ def update(
     The first weight only sets the mean.
 
     Args:
-        state: the state after the previous weights.
-        w: the weight.
-        momentum: momentum of the covariances.
-        mean_momentum: momentum of the mean.
         moves_covariances: False updates only the mean, at a fraction of the cost.
     """
     w = w.astype(jnp.float32)
     deviation = w - state.mean
-    mean = state.mean + _rate(mean_momentum, state.steps) * deviation
-    deviation = deviation * ((1 + mean_momentum) / 2) ** 0.5
+    mean = state.mean + _rate(state.steps) * deviation
+    deviation = deviation * ((1 + _MEAN_MOMENTUM) / 2) ** 0.5
     is_finite = jnp.isfinite(jnp.sum(w))
     after = state._replace(steps=state.steps + 1, mean=mean)
     if moves_covariances:
         has_moved = (state.steps > 0) & (jnp.max(jnp.abs(deviation)) > 0)
-        after = _where(has_moved, _flip_flop(after, deviation, momentum), after)
+        after = _where(has_moved, _flip_flop(after, deviation), after)
     return _where(is_finite, after, state)
 
 
-def _rate(momentum: float, count: Float[Array, ""]) -> Float[Array, ""]:
-    """Returns the next value's share of a bias-corrected average of `count` values."""
-    return (1 - momentum) / (1 - momentum ** (count + 1))
+def _rate(count: Float[Array, ""]) -> Float[Array, ""]:
+    """Returns the next weight's share of a bias-corrected average of `count`."""
+    return (1 - _MEAN_MOMENTUM) / (1 - _MEAN_MOMENTUM ** (count + 1))
 
 
 def _where(condition, a: MatrixNormal, b: MatrixNormal) -> MatrixNormal:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
 
-def _flip_flop(state: MatrixNormal, deviation, momentum: float) -> MatrixNormal:
+def _flip_flop(state: MatrixNormal, deviation) -> MatrixNormal:
     """Returns the state with U and V updated by a weight's deviation from the mean."""
     k, n = deviation.shape
     row_size, column_size = state.rows.shape[-1], state.columns.shape[-1]
@@ -110,7 +104,7 @@ def _flip_flop(state: MatrixNormal, deviation, momentum: float) -> MatrixNormal:
     independent = jnp.mean(deviation * deviation) * _identity_like(n, state.columns)
     columns = jnp.where(state.moves == 0, independent, state.columns)
     prior = _PRIOR * max(k / n, n / k)
-    rate = jnp.maximum(1 - momentum, 1 / (state.moves + 1 + prior))
+    rate = jnp.maximum(1 - _MOMENTUM, 1 / (state.moves + 1 + prior))
     estimate = _gram(_whiten(deviation, columns), row_size) / n
     rows = (1 - rate) * state.rows + rate * estimate
     rows = rows * (k / jnp.trace(rows, axis1=1, axis2=2).sum())
@@ -132,8 +126,8 @@ def _gram(x: Float[Array, "p q"], size: int) -> Float[Array, "b s s"]:
     return jnp.einsum("qbs,qbt->bst", parts, parts, precision="highest")
 
 
-def _identity(k: int, max_bytes: int) -> Float[Array, "b s s"]:
-    size = blocks.block_size(k, max_bytes)
+def _identity(k: int) -> Float[Array, "b s s"]:
+    size = blocks.block_size(k)
     like = jnp.zeros((-(-k // size), size, size), jnp.float32)
     return _identity_like(k, like)
 

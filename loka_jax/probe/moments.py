@@ -41,9 +41,9 @@ class Moments(NamedTuple):
         return self.scatter / jnp.maximum(self.count - 1, 1)
 
 
-def empty_moments(k: int, *, max_bytes: int = blocks.MAX_BYTES) -> Moments:
+def empty_moments(k: int) -> Moments:
     """Returns the moments of no rows of k features."""
-    size = blocks.block_size(k, max_bytes)
+    size = blocks.block_size(k)
     zero = jnp.zeros((), jnp.float32)
     scatter = jnp.zeros((-(-k // size), size, size), jnp.float32)
     return Moments(zero, jnp.zeros((k,), jnp.float32), scatter)

@@ -17,8 +17,8 @@ from loka_jax.probe import blocks
 from loka_jax.probe.live_errors import Operands
 from loka_jax.probe.matrix_normal import MatrixNormal
 from loka_jax.probe.moments import Moments
-from loka_jax.probe.row_norms import RowNorms, sample_scales
-from loka_jax.probe.site import SiteStats, weight_of
+from loka_jax.probe.row_norms import sample_scales
+from loka_jax.probe.site import SiteStats
 
 
 @functools.partial(jax.jit, static_argnames="rows")
@@ -27,7 +27,7 @@ def draw_learned(key: Key[Array, ""], stats: SiteStats, rows: int) -> Operands:
     keys = jax.random.split(key, 3)
     return Operands(
         lhs=_rounded(sample_rows(keys[0], stats.lhs.moments, rows, stats.lhs.norms)),
-        rhs=sample_weight(keys[1], weight_of(stats).normal),
+        rhs=sample_weight(keys[1], stats.rhs.normal),
         g=_rounded(sample_rows(keys[2], stats.g.moments, rows, stats.g.norms)),
     )
 
@@ -50,7 +50,10 @@ def _rounded(x: Array) -> Array:
 
 
 def sample_rows(
-    key: Key[Array, ""], moments: Moments, m: int, norms: RowNorms | None = None
+    key: Key[Array, ""],
+    moments: Moments,
+    m: int,
+    norms: Float[Array, "bins"] | None = None,
 ) -> Float[Array, "m k"]:
     """Returns m rows with the learned mean and covariance, float32.
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from loka_jax import fp8
 from loka_jax.fp8 import Fp8Array
@@ -98,35 +98,29 @@ def empty_tails() -> Tails:
 
 def tails_of(
     x: Float[Array, "m k"],
-    cast: Fp8Array | None = None,
+    cast: Fp8Array,
     *,
     centre: Float[Array, ""] | float = 0.0,
 ) -> Tails:
-    """Returns the tails of an array, and the effects of its cast if one is given.
+    """Returns the tails of an array that is not empty, and the effects of its cast.
 
     Args:
-        x: the array; not empty.
-        cast: its FP8 form, with scales that broadcast against it.
         centre: the point about which powers are summed: near the mean, if the mean is
             many standard deviations from zero.
     """
     count = float(x.size)
     deviation = x.astype(jnp.float32) - centre
     terms = [deviation, deviation**2, deviation**3, deviation**4]
-    if cast is not None:
-        reach = fp8.fp8_max(cast.data.dtype) * cast.scale_inv
-        terms.append((x != 0) & (cast.data.astype(jnp.float32) == 0))
-        terms.append(jnp.abs(x.astype(jnp.float32)) > jnp.broadcast_to(reach, x.shape))
-    t1, t2, t3, t4, *rates = _sums(*terms)
+    reach = fp8.fp8_max(cast.data.dtype) * cast.scale_inv
+    terms.append((x != 0) & (cast.data.astype(jnp.float32) == 0))
+    terms.append(jnp.abs(x.astype(jnp.float32)) > jnp.broadcast_to(reach, x.shape))
+    t1, t2, t3, t4, flushed, clipped = _sums(*terms)
     d = t1 / count
     m2 = jnp.where(t2 - d * t1 > _NO_VARIANCE * t2, t2 - d * t1, 0.0)
     m3 = t3 - 3 * d * t2 + 2 * d**2 * t1
     m4 = t4 - 4 * d * t3 + 6 * d**2 * t2 - 3 * d**3 * t1
     amax = amax_of(x)
-    zero = jnp.zeros((), jnp.float32)
-    flushed, clipped, ratio = zero, zero, zero
-    if cast is not None:
-        (flushed, clipped), ratio = rates, amax / jnp.max(reach)
+    ratio = amax / jnp.max(reach)
     values = (centre + d, m2, m3, m4, amax, amax, flushed, clipped, ratio)
     return Tails(jnp.stack([jnp.float32(count), *values]))
 
@@ -160,11 +154,6 @@ def merge(a: Tails, b: Tails) -> Tails:
         jnp.where(has_b, ratio_b, ratio_a),
     )
     return Tails(jnp.stack(merged))
-
-
-def is_finite(tails: Tails) -> Bool[Array, ""]:
-    """Returns whether no element was infinite or NaN."""
-    return jnp.all(jnp.isfinite(tails.values))
 
 
 def merge_over_devices(tails: Tails, axis_names: tuple[str, ...]) -> Tails:

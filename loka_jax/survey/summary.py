@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from loka_jax.probe.site import Rows, SiteStats, Weight, weight_of
+from loka_jax.probe.site import Rows, SiteStats, Weight
 from loka_jax.probe.tails import Tails
 
 # Fewest rows per feature, and fewest weights, for trustworthy covariances.
@@ -16,7 +16,7 @@ def summarize(stats: SiteStats) -> dict[str, dict[str, Any]]:
     """Returns JSON-ready numbers for lhs, rhs and g."""
     return {
         "lhs": _of_rows(stats.lhs),
-        "rhs": _of_weight(weight_of(stats)),
+        "rhs": _of_weight(stats.rhs),
         "g": _of_rows(stats.g),
     }
 
@@ -33,7 +33,7 @@ def warnings_of(path: str, stats: SiteStats) -> list[str]:
             f"need {least:,}: observe more steps (--probe.every) or forget less "
             "(--probe.decay)."
         )
-    weights = float(weight_of(stats).normal.steps)
+    weights = float(stats.rhs.normal.steps)
     if weights < _LEAST_WEIGHTS:
         warnings.append(
             f"{path}: the weight was observed {weights:.0f} times, fewer than "

@@ -187,8 +187,8 @@ MISTAKES = [
     Mistake(
         "tails of a weight are those of the first one",
         f"{_PROBE}/site.py",
-        "jnp.where(is_seen, b.tails.values, a.tails.values)",
-        "jnp.where(is_seen, a.tails.values, b.tails.values)",
+        "jnp.where(is_seen, batch.rhs.tails.values, stats.rhs.tails.values)",
+        "jnp.where(is_seen, stats.rhs.tails.values, batch.rhs.tails.values)",
         "unit/probe/site_test.py",
     ),
     Mistake(

@@ -11,7 +11,7 @@ from loka_jax.fp8 import fp8_max
 from loka_jax.probe import live_errors, site
 from loka_jax.probe.capture import Capture, at_step
 from loka_jax.probe.live_errors import empty_errors
-from loka_jax.probe.site import ProbeConfig, empty_stats, observe, some_rows
+from loka_jax.probe.site import ProbeConfig, some_rows
 from loka_jax.recipe import get_recipe
 from tests.support import E4M3
 
@@ -47,10 +47,10 @@ def _learn(stats, lhs, rhs, g):
 
     @functools.partial(jax.vmap, axis_name="data", out_axes=None)
     def observed(lhs, g):
-        return observe(stats, lhs, rhs, g, SCALES, CONFIG, ("data",))
+        return CONFIG.observe(stats, lhs, rhs, g, SCALES, ("data",))
 
     halves = (x.reshape(2, M // 2, -1) for x in (lhs, g))
-    return site.merge(stats, observed(*halves), CONFIG)
+    return site.merge(stats, observed(*halves), CONFIG.decay)
 
 
 def _operands(seed=0):
@@ -75,7 +75,7 @@ def _assert_rows(rows, batches, centres):
     for batch, centre, weight in zip(batches, centres, (0.5, 1.0), strict=True):
         size = np.sqrt(np.mean((batch - centre) ** 2, axis=1))
         np.add.at(counts, np.floor(2 * (np.log2(size) + 56)).astype(int), weight)
-    np.testing.assert_array_equal(rows.norms.counts, counts)
+    np.testing.assert_array_equal(rows.norms, counts)
     np.testing.assert_allclose(rows.tails.mean, x.mean(), rtol=1e-4)
     assert rows.tails.count == x.size
     np.testing.assert_allclose(rows.tails.last_amax, np.abs(batches[-1]).max())
@@ -83,14 +83,14 @@ def _assert_rows(rows, batches, centres):
 
 def test_two_batches_are_learned_as_they_are():
     first, second = _operands(), _operands(seed=9)
-    stats = _learn(_learn(empty_stats(K, N, CONFIG), *first), *second)
+    stats = _learn(_learn(CONFIG.init(M, K, N), *first), *second)
     for name, place in (("lhs", 0), ("g", 2)):
         seen = [x[place][::2] for x in (first, second)]
         rows = getattr(stats, name)
         _assert_rows(rows, seen, (0.0, seen[0].mean(0)))
         # The scales of lhs and g are made for the amaxes of all devices.
         assert 0.5 < rows.tails.amax_ratio <= 1 and rows.tails.saturation_rate == 0
-    weight, last = site.weight_of(stats), second[1]
+    weight, last = stats.rhs, second[1]
     assert (weight.normal.steps, weight.normal.moves) == (2, 1)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
     # Shares of 1 and of (1 - p) / (1 - p^2).
@@ -110,7 +110,7 @@ def test_two_batches_are_learned_as_they_are():
     "operand, value", [(0, np.nan), (0, 1e30), (1, np.inf), (2, np.inf)]
 )
 def test_an_operand_that_is_not_finite_changes_nothing(operand, value):
-    stats = _learn(empty_stats(K, N, CONFIG), *_operands())
+    stats = _learn(CONFIG.init(M, K, N), *_operands())
     operands = _operands(seed=9)
     operands[operand][[2, -2], 1] = value
     after = _learn(stats, *operands)
@@ -121,7 +121,7 @@ def test_an_operand_that_is_not_finite_changes_nothing(operand, value):
 
 
 def test_errors_are_those_of_all_rows_and_follow_the_steps():
-    stats, operands = empty_stats(K, N, CONFIG), _operands()
+    stats, operands = CONFIG.init(M, K, N), _operands()
     for _ in range(2):
         stats = _learn(stats, *operands)
     found = np.asarray(stats.errors.moments)

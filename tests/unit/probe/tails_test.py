@@ -11,7 +11,12 @@ from loka_jax import fp8
 from loka_jax.probe import tails
 from loka_jax.probe.tails import empty_tails, tails_of
 
-_of = jax.jit(lambda x, centre=0.0: tails_of(x, centre=centre))
+
+@jax.jit
+def _of(x, centre=0.0):
+    return tails_of(x, fp8.cast(x, 1.0, fp8.E4M3), centre=centre)
+
+
 _merge = jax.jit(tails.merge)
 
 

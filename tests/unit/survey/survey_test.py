@@ -7,7 +7,7 @@ import pytest
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import Decision
 from loka_jax.measure.intervals import Interval, interval
-from loka_jax.probe.site import ProbeConfig, empty_stats
+from loka_jax.probe.site import ProbeConfig
 from loka_jax.probe.tails import Tails
 from loka_jax.recipe import ROLES, get_recipe
 from loka_jax.site import BF16, Choice
@@ -72,7 +72,7 @@ def test_predictions_are_compared_with_real_operands():
 
 
 def test_statistics_are_summarized():
-    shapes = jax.eval_shape(lambda: empty_stats(4, 10, ProbeConfig()))
+    shapes = jax.eval_shape(lambda: ProbeConfig().init(6, 4, 10))
     stats = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     scatter = np.diag([9.0, 1.0, 4.0, 0.0])[None] * 99
     values = {"count": 100.0, "mean": np.array([3.0, 0, 4.0, 0]), "scatter": scatter}
