@@ -30,7 +30,6 @@ from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
 from loka_jax.ops.products import Products, SiteOperand
 from loka_jax.ops.run_site import SiteArrays, run_site
-from loka_jax.probe.capture import Sample
 from loka_jax.probe.live_errors import Operands
 from loka_jax.recipe import (
     OPERANDS,
@@ -48,7 +47,7 @@ PAIRS = 64  # draws; the paper takes 50 to 100
 _MEDIAN_ELEMENTS = 1 << 15
 
 # By name: a function from a seed to operands, and the seeds.
-type Sources = Mapping[str, tuple[Callable[[Any], Operands | Sample], Iterable[Any]]]
+type Sources = Mapping[str, tuple[Callable[[Any], Operands], Iterable[Any]]]
 # By role, candidate, source and measure.
 type SiteErrors = dict[Role, dict[str, dict[str, dict[str, Interval]]]]
 

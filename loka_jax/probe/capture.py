@@ -7,32 +7,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from loka_jax import fp8
 from loka_jax.probe import live_errors
-from loka_jax.probe.live_errors import LiveErrors, empty_errors
+from loka_jax.probe.live_errors import LiveErrors, Operands
 from loka_jax.probe.site import some_rows
 from loka_jax.recipe import Recipe
 
 
 class Sample(NamedTuple):
-    """Some rows of a site's operands, how far all rows reach, and errors of all rows.
+    """Some rows of a site's operands, in float32, and errors of all rows.
 
     Attributes:
-        lhs, rhs, g: some rows of lhs and g, and rhs.
-        amaxes: of lhs, rhs and g, over all rows and devices.
+        operands: some rows of lhs and g, and rhs.
         errors: of the products by the recipes of the `Capture`, of all rows.
     """
 
-    lhs: Float[Array, "m k"]
-    rhs: Float[Array, "k n"]
-    g: Float[Array, "m n"]
-    amaxes: Float[Array, "3"]
+    operands: Operands
     errors: LiveErrors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capture:
-    """An observer that returns the operands themselves, in float32.
+    """An observer that returns the operands themselves.
 
     Attributes:
         max_rows: number of rows of a batch to keep, spread evenly over it; each device
@@ -49,13 +44,9 @@ class Capture:
     def init(self, m: int, k: int, n: int) -> Sample:
         """Returns zeros in the shapes of a sample."""
         rows = min(m, self.max_rows)
-        return Sample(
-            jnp.zeros((rows, k), jnp.float32),
-            jnp.zeros((k, n), jnp.float32),
-            jnp.zeros((rows, n), jnp.float32),
-            jnp.zeros(3, jnp.float32),
-            empty_errors(len(self.recipes)),
-        )
+        shapes = (rows, k), (k, n), (rows, n), (3,), (3,)
+        operands = Operands(*(jnp.zeros(shape, jnp.float32) for shape in shapes))
+        return Sample(operands, live_errors.empty_errors(len(self.recipes)))
 
     def observe(
         self,
@@ -70,18 +61,16 @@ class Capture:
 
         Which elements of a product are computed follows from `stats.errors.steps`.
         """
-        amaxes = jnp.stack([fp8.amax(x) for x in (lhs, rhs, g)])
-        operands = live_errors.Operands(lhs, rhs, g, scales)
+        operands = live_errors.operands_of(lhs, rhs, g, scales, axis_names)
         errors = live_errors.live_errors(
             operands, self.recipes, stats.errors.steps, axis_names, self.copies
         )
-        return Sample(
-            some_rows(lhs, self.max_rows).astype(jnp.float32),
-            rhs.astype(jnp.float32),
-            some_rows(g, self.max_rows).astype(jnp.float32),
-            fp8.amax_over_devices(amaxes, axis_names),
-            errors,
+        kept = operands._replace(
+            lhs=some_rows(lhs, self.max_rows).astype(jnp.float32),
+            rhs=rhs.astype(jnp.float32),
+            g=some_rows(g, self.max_rows).astype(jnp.float32),
         )
+        return Sample(kept, errors)
 
 
 def at_step(stats: Any, step: Int[Array, ""]) -> Any:

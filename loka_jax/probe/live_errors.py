@@ -37,7 +37,6 @@ from loka_jax.recipe import (
     ROLE_OPERANDS,
     ROLES,
     Cast,
-    GemmRecipe,
     Operand,
     Recipe,
     Role,
@@ -76,18 +75,33 @@ class LiveErrors(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The operands of a site, and the scales of their delayed casts.
+    """The operands of a site, or some of their rows, and how far all rows reach.
 
     Attributes:
         lhs, rhs, g: the operands, g the gradient of the product.
-        scales: `scale_inv` with which lhs, rhs and g are cast; None, or 0, for those
-            that their amaxes give.
+        amaxes: of lhs, rhs and g, over all rows and devices.
+        scales: `scale_inv` of their delayed casts; 0 where their amaxes give it.
     """
 
     lhs: Float[Array, "m k"]
     rhs: Float[Array, "k n"]
     g: Float[Array, "m n"]
-    scales: tuple[Float[Array, ""] | None, ...] = (None,) * len(OPERANDS)
+    amaxes: Float[Array, "3"]
+    scales: Float[Array, "3"]
+
+
+def operands_of(
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "k n"],
+    g: Float[Array, "m n"],
+    scales: Sequence[Float[Array, ""] | None] = (None,) * len(OPERANDS),
+    axis_names: tuple[str, ...] = (),
+) -> Operands:
+    """Returns operands of a step, whose rows are spread over some mesh axes."""
+    arrays = jax.lax.stop_gradient((lhs, rhs, g))
+    amaxes = fp8.amax_over_devices(jnp.stack([*map(fp8.amax, arrays)]), axis_names)
+    stored = [jnp.zeros(()) if scale is None else scale for scale in scales]
+    return Operands(*arrays, amaxes, jnp.stack(stored))
 
 
 def empty_errors(recipes: int) -> LiveErrors:
@@ -97,11 +111,9 @@ def empty_errors(recipes: int) -> LiveErrors:
 
 
 def merge(a: LiveErrors, b: LiveErrors, decay: float = 1.0) -> LiveErrors:
-    """Returns the errors after another step, or after several.
+    """Returns the errors after the later steps of `b`.
 
-    Args:
-        a, b: the errors; `b` those of the later steps.
-        decay: factor on the weight of the earlier steps.
+    `decay` is the factor on the weight of the earlier steps.
     """
     kept = jnp.where(b.steps > 0, decay, 1.0)
     factors = jnp.stack([kept, kept**2, jnp.ones(()), kept])
@@ -135,21 +147,19 @@ def live_errors(
     that do not run in FP8 at this k and n.
 
     Args:
-        operands: of the site.
         recipes: whatever runs at the site.
         steps: number of steps before, by which rows and columns are chosen.
         axis_names: mesh axes over which the rows of the batch are spread.
         copies: how many times as many rows drhs contracts, like these: its relative L2
             is extrapolated to them.
     """
-    operands = Operands(*jax.lax.stop_gradient(operands))
     shift = _shift(steps)
     by_role = [
         _role_errors(operands, recipes, role, shift, axis_names) for role in ROLES
     ]
     values = jnp.stack(by_role, axis=1)  # [recipes, roles, measures]
     if copies > 1:
-        told = _relative_l2_of_drhs(operands, recipes, shift, axis_names, copies)
+        told = _relative_l2_of_drhs(operands, recipes, shift, copies)
         place = ROLES.index("drhs"), MEASURES.index("relative_l2")
         known = jnp.where(jnp.isfinite(told), told, values[:, *place])
         values = values.at[:, *place].set(known)
@@ -174,7 +184,7 @@ def _role_errors(
     axis_names: tuple[str, ...],
 ) -> Float[Array, "recipes measures"]:
     """Returns the errors of each recipe's product; NaN where it has none in FP8."""
-    first, second = _blocks(operands, role, shift)
+    first, second = blocks(operands, role, shift)
     # Errors of few of a row's columns vary more, which makes up for fewer rows.
     num_rows = first.shape[0] if role == "drhs" else operands.lhs.shape[0]
     gemms = [recipe.gemm(role) for recipe in recipes]
@@ -191,9 +201,9 @@ def _role_errors(
         if gemm is None:
             rows.append(nothing)
             continue
-        casts = _casts(operands, role, gemm, recipe, axis_names)
+        pairs = zip(casts(operands, role, recipe), (first, second), strict=True)
         out = xla.fp8_matmul(
-            *(cast(x) for cast, x in zip(casts, (first, second), strict=True)),
+            *(cast(x) for cast, x in pairs),
             out_dtype=f32 if role == "drhs" else recipe.compute_dtype,
             fast_accumulation=gemm.fast_accumulation,
         )
@@ -208,7 +218,6 @@ def _relative_l2_of_drhs(
     operands: Operands,
     recipes: Sequence[Recipe],
     shift: Float[Array, ""],
-    axis_names: tuple[str, ...],
     copies: int,
 ) -> Float[Array, "recipes"]:
     """Returns what to expect of drhs's relative L2 over many times as many rows.
@@ -216,14 +225,14 @@ def _relative_l2_of_drhs(
     It is not finite below 8 rows.
     """
     rows = operands.lhs.shape[0] // _PARTS * _PARTS
-    first, second = (x[:, :rows] for x in _blocks(operands, "drhs", shift))
+    first, second = (x[:, :rows] for x in blocks(operands, "drhs", shift))
     exact = _products_of_parts(first, second, _PARTS)
     unit = fp8.amax(exact)  # so that squares do not underflow
     signal, errors = _expected_square(exact / unit, copies), []
     for recipe in recipes:
         lost = jnp.zeros_like(exact)
-        if (gemm := recipe.gemm("drhs")) is not None:
-            of_first, of_second = _casts(operands, "drhs", gemm, recipe, axis_names)
+        if recipe.gemm("drhs") is not None:
+            of_first, of_second = casts(operands, "drhs", recipe)
             rounded = _products_of_parts(
                 of_first(first).dequantize()[:, :rows],
                 of_second(second).dequantize()[:, :rows],
@@ -274,67 +283,59 @@ def _total(role: Role, axis_names: tuple[str, ...], product: Array) -> Array:
     return jax.lax.psum(product, axis_names)
 
 
-def _blocks(
-    operands: Operands, role: Role, shift: Float[Array, ""]
+def blocks(
+    operands: Operands, role: Role, shift: Float[Array, ""] | None = None
 ) -> tuple[Array, Array]:
-    """Returns the rows of both operands to multiply, contracting their last dim."""
-    lhs, rhs, g, _ = operands
+    """Returns the operands of a role, contracting their last dim.
+
+    With a share at which a step begins, only the rows that are multiplied.
+    """
+    lhs, rhs, g, *_ = operands
     if role == "drhs":
         return _some(lhs, _COLUMNS, shift, axis=1).T, _some(g, _COLUMNS, shift, 1).T
-    if role == "dlhs":
-        return _some(g, _ROWS, shift, axis=0), rhs
-    return _some(lhs, _ROWS, shift, axis=0), rhs.T
+    first, second = (g, rhs) if role == "dlhs" else (lhs, rhs.T)
+    return _some(first, _ROWS, shift, axis=0), second
 
 
-def _some(x: Array, limit: int, shift: Float[Array, ""], axis: int) -> Array:
+def _some(x: Array, limit: int, shift: Float[Array, ""] | None, axis: int) -> Array:
     """Returns up to `limit` rows or columns, spread evenly, the first at a share.
 
     Every one of them is returned at some share, whatever their number.
     """
     size = x.shape[axis]
-    if size <= limit:
+    if size <= limit or shift is None:
         return x
     places = jnp.floor((jnp.arange(limit, dtype=jnp.float32) + shift) * (size / limit))
     return jnp.take(x, jnp.minimum(places.astype(jnp.int32), size - 1), axis=axis)
 
 
-def _casts(
-    operands: Operands,
-    role: Role,
-    gemm: GemmRecipe,
-    recipe: Recipe,
-    axis_names: tuple[str, ...],
+def casts(
+    operands: Operands, role: Role, recipe: Recipe
 ) -> Iterator[functools.partial[Fp8Array]]:
-    """Yields the cast of each operand of a role."""
-    names = ROLE_OPERANDS[role]
-    for name, cast in zip(names, (gemm.first, gemm.second), strict=True):
+    """Yields the casts of a role's operands, or of some rows, by their last dim."""
+    gemm = recipe.gemm(role)
+    assert gemm is not None
+    for name, cast in zip(ROLE_OPERANDS[role], (gemm.first, gemm.second), strict=True):
         scale_inv = None
         if cast.granularity == "tensorwise":
-            over = () if name == "rhs" else axis_names
-            scale_inv = _scale_inv(operands, name, cast, recipe, over)
-        yield functools.partial(quantized, cast, name, scale_inv)
+            scale_inv = _scale_inv(operands, name, cast, recipe)
+        yield functools.partial(_quantized, cast, name, scale_inv)
 
 
 def _scale_inv(
-    operands: Operands,
-    name: Operand,
-    cast: Cast,
-    recipe: Recipe,
-    axis_names: tuple[str, ...],
+    operands: Operands, name: Operand, cast: Cast, recipe: Recipe
 ) -> Float[Array, ""]:
     """Returns the factor that a whole operand is cast with."""
-    amax = fp8.amax_over_devices(fp8.amax(getattr(operands, name)), axis_names)
-    is_delayed = cast.scaling == "delayed"
+    place, is_delayed = OPERANDS.index(name), cast.scaling == "delayed"
     margin = recipe.margin if is_delayed else 0
     current = fp8.compute_scale_inv(
-        amax, cast.dtype, pow2_scale=cast.pow2_scale, margin=margin
+        operands.amaxes[place], cast.dtype, pow2_scale=cast.pow2_scale, margin=margin
     )
-    stored = operands.scales[OPERANDS.index(name)] if is_delayed else None
-    return current if stored is None else jnp.where(stored > 0, stored, current)
+    stored = operands.scales[place]
+    return jnp.where(stored > 0, stored, current) if is_delayed else current
 
 
-def quantized(cast: Cast, name: Operand, scale_inv: Array | None, x: Array):
-    """Returns rows in FP8, contracting their last dim."""
+def _quantized(cast: Cast, name: Operand, scale_inv: Array | None, x: Array):
     if scale_inv is not None:
         return fp8.cast(x, scale_inv, cast.dtype)
     if cast.granularity == "rowwise":

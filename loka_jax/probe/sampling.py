@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from loka_jax.probe import blocks
-from loka_jax.probe.live_errors import Operands
+from loka_jax.probe.live_errors import Operands, operands_of
 from loka_jax.probe.matrix_normal import MatrixNormal
 from loka_jax.probe.moments import Moments
 from loka_jax.probe.row_norms import sample_scales
@@ -25,7 +25,7 @@ from loka_jax.probe.site import SiteStats
 def draw_learned(key: Key[Array, ""], stats: SiteStats, rows: int) -> Operands:
     """Returns operands of a site with the learned means and covariances."""
     keys = jax.random.split(key, 3)
-    return Operands(
+    return operands_of(
         lhs=_rounded(sample_rows(keys[0], stats.lhs.moments, rows, stats.lhs.norms)),
         rhs=sample_weight(keys[1], stats.rhs.normal),
         g=_rounded(sample_rows(keys[2], stats.g.moments, rows, stats.g.norms)),
@@ -37,7 +37,7 @@ def draw_normal(key: Key[Array, ""], sizes: tuple[int, int, int]) -> Operands:
     """Returns operands (m, k), (k, n), (m, n) from N(0, 1)."""
     m, k, n = sizes
     keys = jax.random.split(key, 3)
-    return Operands(
+    return operands_of(
         lhs=_rounded(jax.random.normal(keys[0], (m, k))),
         rhs=jax.random.normal(keys[1], (k, n)),
         g=_rounded(jax.random.normal(keys[2], (m, n))),

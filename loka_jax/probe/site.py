@@ -121,7 +121,7 @@ class ProbeConfig:
             axis_names: mesh axes over which the rows of the batch are spread; the
                 result covers all of them.
         """
-        operands = live_errors.Operands(lhs, rhs, g, scales)
+        operands = live_errors.operands_of(lhs, rhs, g, scales, axis_names)
         recipes = [get_recipe(name) for name in self.recipes]
         errors = live_errors.live_errors(
             operands, recipes, stats.errors.steps, axis_names

@@ -20,7 +20,8 @@ from loka_jax.dispatch.policy import Limits, why_unsafe
 from loka_jax.measure.intervals import Interval
 from loka_jax.measure.site_errors import SiteErrors, site_errors
 from loka_jax.measure.site_times import site_times, speedup
-from loka_jax.probe.capture import Capture, Sample
+from loka_jax.probe.capture import Capture
+from loka_jax.probe.live_errors import Operands
 from loka_jax.probe.sampling import draw_learned, draw_normal
 from loka_jax.probe.site import SiteStats
 from loka_jax.recipe import Role
@@ -161,7 +162,7 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
 def _survey_site(
     site: nn.Site,
     stats: SiteStats,
-    captured: list[Sample],
+    captured: list[Operands],
     config: SurveyConfig,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -196,7 +197,7 @@ def _sizes(spec: SiteSpec) -> dict[str, int]:
 def _site_errors(
     spec: SiteSpec,
     stats: SiteStats,
-    captured: Sequence[Sample],
+    captured: Sequence[Operands],
     config: SurveyConfig,
 ) -> SiteErrors:
     """Returns the errors on "learned", "normal" and, if captured, "real" operands."""
@@ -241,7 +242,7 @@ def _judged(
 
 def _capture(
     run: Run, state: TrainState, config: SurveyConfig
-) -> list[dict[str, Sample]]:
+) -> list[dict[str, Operands]]:
     """Returns the operands of all sites in some validation batches, by path."""
     valid, size = run.splits.valid, run.config.loop.batch_size
     count = min(valid.num_batches(size), config.captured_batches)
@@ -254,4 +255,5 @@ def _capture(
     batches = (
         valid.batch(Position(0, i, 0), size, shuffle=False) for i in range(count)
     )
-    return [nn.by_path(step(state, batch)) for batch in batches]
+    samples = [nn.by_path(step(state, batch)) for batch in batches]
+    return [{path: x.operands for path, x in seen.items()} for seen in samples]

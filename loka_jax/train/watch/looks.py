@@ -22,7 +22,6 @@ from loka_jax.measure.compiling import untuned_here
 from loka_jax.nn import by_path
 from loka_jax.probe.capture import Capture
 from loka_jax.recipe import Recipe, Role
-from loka_jax.scaling import init_delayed
 from loka_jax.site import Choice
 from loka_jax.train import tasks
 from loka_jax.train.build import Run
@@ -164,7 +163,6 @@ def look_step(
     if not sites:
         return None
     recipes = tuple(dict.fromkeys(site.recipe for site in sites.values()))
-    limits = run.config.dispatch.limits
     # All devices look at the part of one of them.
     parts = run.config.loop.microbatches * run.placement.size
     parts *= -(-run.config.loop.batch_size // (parts * MAX_EXAMPLES))
@@ -177,20 +175,17 @@ def look_step(
         rows = len(batch.labels) // parts
         part = jax.tree.map(lambda x: jnp.asarray(x)[:rows], batch)
         seen = observe(state, part, total_weight)
-        samples, scales = by_path(seen), named_sites(state)
-        looks = {}
-        for path, (recipe, fp8_results) in sites.items():
-            sample = samples[path]
-            measures = health(
-                sample,
-                sample.errors.relative_l2[recipes.index(recipe)],
-                recipe,
-                scales.get(path, init_delayed(recipe)),
-                fp8_results=fp8_results,
-                limits=limits,
+        samples = by_path(seen)
+        return {
+            path: health(
+                samples[path].operands,
+                samples[path].errors.relative_l2[recipes.index(site.recipe)],
+                site.recipe,
+                fp8_results=site.fp8_results,
+                limits=run.config.dispatch.limits,
             )
-            looks[path] = jnp.stack(measures, 1)
-        return looks
+            for path, site in sites.items()
+        }
 
     # A look is rare and small: faster kernels would not make up for their search.
     return jax.jit(look, compiler_options=untuned_here())

@@ -158,7 +158,8 @@ def test_captured_operands_are_those_of_the_products():
     paths = "dense", "norm_dense", "flax/Fp8DotGeneral_0"
     expected = operands(params, x)
     for path, layer, (lhs, g) in zip(paths, params, expected, strict=True):
-        np.testing.assert_array_equal(seen[path].rhs, layer["kernel"])
-        for found, rows in ((seen[path].lhs, lhs), (seen[path].g, g)):
+        kept = seen[path].operands
+        np.testing.assert_array_equal(kept.rhs, layer["kernel"])
+        for found, rows in ((kept.lhs, lhs), (kept.g, g)):
             np.testing.assert_allclose(found, rows[LOOKED_AT], rtol=1e-3, atol=1e-3)
     assert set(initialized(model, x)) == {"params"}  # without Probe no statistics

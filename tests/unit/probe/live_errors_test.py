@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loka_jax.probe import live_errors
-from loka_jax.probe.live_errors import LiveErrors, Operands
+from loka_jax.probe.live_errors import LiveErrors, operands_of
 from loka_jax.recipe import OPERANDS, ROLES, get_recipe
 from tests import support
 
@@ -25,7 +25,7 @@ _merge = jax.jit(live_errors.merge)
 @functools.partial(jax.jit, static_argnames="names")
 def _errors(lhs, rhs, g, scales, steps, names):
     recipes = tuple(map(get_recipe, names))
-    operands = Operands(lhs, rhs, g, tuple(scales))
+    operands = operands_of(lhs, rhs, g, tuple(scales))
     return live_errors.live_errors(operands, recipes, steps).moments
 
 
@@ -101,11 +101,11 @@ def test_small_products_are_measured_whole(scales):
 
 def test_a_delayed_scale_leaves_headroom_before_it_is_stored():
     amaxes = np.float32([448.0, 896.0, 1792.0])
-    arrays = Operands(*amaxes[:, None, None], (None,) * 3)
+    arrays = operands_of(*amaxes[:, None, None])
     for name, factor in (("fp8_tensorwise", 1), (DELAYED, 2)):
         recipe = get_recipe(name)
         for operand, amax in zip(OPERANDS, (1, 2, 4), strict=True):
-            args = arrays, operand, recipe.casts(operand)[0], recipe, ()
+            args = arrays, operand, recipe.casts(operand)[0], recipe
             assert live_errors._scale_inv(*args) == factor * amax
 
 
@@ -158,7 +158,7 @@ def test_devices_together_measure_the_whole_product():
 
     @functools.partial(jax.vmap, axis_name="data", in_axes=(0, 0, None))
     def apart(lhs, g, rhs):
-        operands = Operands(lhs, rhs, g, (None,) * 3)
+        operands = operands_of(lhs, rhs, g, axis_names=("data",))
         args = operands, recipes, "drhs", jnp.zeros(()), ("data",)
         return live_errors._role_errors(*args)[0]
 
@@ -196,7 +196,7 @@ def test_merged_moments_are_those_of_the_steps(decay):
 
 @functools.partial(jax.jit, static_argnames="copies")
 def _error_of_drhs(lhs, g, copies):
-    operands = Operands(lhs, jnp.ones((64, 64)), g, (None,) * 3)
+    operands = operands_of(lhs, jnp.ones((64, 64)), g)
     recipes = [get_recipe("fp8_tensorwise")]
     return live_errors.live_errors(operands, recipes, copies=copies).relative_l2[0, 2]
 

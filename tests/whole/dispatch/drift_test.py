@@ -65,10 +65,10 @@ def looks(key, factors, name):
         lhs, rhs, g = healthy(key, at[0])
         arrays = (lhs * at[1][None], rhs, g)
         sample = sampled(recipe, state, *arrays)
-        found = health(sample, sample.errors.relative_l2[0], recipe, state)
+        found = health(sample.operands, sample.errors.relative_l2[0], recipe)
         if state is not None:
-            state = scaling.update_delayed(state, sample.amaxes, recipe)
-        return state, jnp.stack(found, 1)
+            state = scaling.update_delayed(state, sample.operands.amaxes, recipe)
+        return state, found
 
     state = scaling.init_delayed(recipe) if recipe.is_delayed else None
     steps = jnp.arange(len(factors), dtype=jnp.float32)

@@ -114,17 +114,16 @@ def observing(monkeypatch):
 
     def observe(state, part, total_weight):
         errors = SimpleNamespace(relative_l2=(1.0, 2.0))
-        seen = SimpleNamespace(errors=errors, rows=len(part.dense), of=total_weight)
-        return dict.fromkeys(SITES, seen)
+        operands = SimpleNamespace(rows=len(part.dense), of=total_weight)
+        return dict.fromkeys(SITES, SimpleNamespace(errors=errors, operands=operands))
 
-    def health(sample, error, recipe, scales, *, fp8_results, limits):
-        numbers = error, sample.rows, sample.of, getattr(scales, "seen", 0.0)
+    def health(operands, error, recipe, *, fp8_results, limits):
+        numbers = error, operands.rows, operands.of
         numbers = *numbers, float(recipe == RECIPE), len(fp8_results)
-        return [jnp.broadcast_to(jnp.float32(x), 3) for x in numbers]
+        return jnp.stack([jnp.broadcast_to(jnp.float32(x), 3) for x in numbers], 1)
 
     make_observe_step = mock.Mock(return_value=observe)
-    by_path = lambda state: {k: SimpleNamespace(seen=x) for k, x in state.items()}  # noqa: E731
-    parts = dict(health=health, by_path=lambda seen: seen, named_sites=by_path)
+    parts = dict(health=health, by_path=lambda seen: seen)
     for name, part in (parts | {"make_observe_step": make_observe_step}).items():
         monkeypatch.setattr(looks, name, part)
     return make_observe_step
@@ -145,11 +144,13 @@ def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
     look = looks.look_step(run, SITES)
     ones = np.ones(24, np.float32)
     batch = Batch(ones[:, None], np.zeros((24, 1), np.int32), ones, 0.5 * ones)
-    # Sites without scales, as they run in bfloat16, have those of a first step.
-    found = look({"b": np.float32(3.0)}, batch)
-    of_sites = {"a": (1, 0, 0, 0), "b": (2, 3, 1, 2), "c": (2, 0, 1, 0)}
-    for path, (error, *scales_and_casts) in of_sites.items():
-        want = [error, rows, 12.0, *scales_and_casts]
+    found = look({}, batch)
+    for path, (error, *casts) in {
+        "a": (1, 0, 0),
+        "b": (2, 1, 2),
+        "c": (2, 1, 0),
+    }.items():
+        want = [error, rows, 12.0, *casts]
         np.testing.assert_allclose(found[path], [want] * 3)
     model, placement, observer, weights = observing.call_args.args
     given = run.planned, run.placement, run.config.optim.task_weights
