@@ -100,7 +100,7 @@ class SiteDrift:
         off: looks in a row at which a measure was off.
         home: looks in a row at which all were home.
         why: what was off at the newest look at which anything was.
-        away: whether the site was demoted for it.
+        left: the decision on the site before it was demoted for it, as JSON values.
         demotions: the number of times that it was.
         above: looks at which an error was above its limit, less those at which none
             was; it stays at `LONG`.
@@ -111,17 +111,15 @@ class SiteDrift:
     off: int = 0
     home: int = 0
     why: str = ""
-    away: bool = False
+    left: dict[str, Any] | None = None
     demotions: int = 0
     before: list[list[float | None]] | None = None
     above: int = 0
 
     def after(self, measures: Measures, steps: int) -> "SiteDrift":
-        """Returns what is known after a look; the same if that is not finite.
+        """Returns what is known after a look, so many training steps after the last.
 
-        Args:
-            measures: at the look.
-            steps: number of training steps since the look before.
+        It is the same if the look is not finite.
         """
         known = np.isfinite(measures)
         if not np.any(known):
@@ -154,15 +152,20 @@ class SiteDrift:
         )
 
     @property
+    def is_long_above(self) -> bool:
+        """True if an error of a site in FP8 has long been above its limit."""
+        return self.above == LONG and self.left is None
+
+    @property
     def has_drifted(self) -> bool:
         """True if the site is to be demoted."""
-        return not self.away and self.off >= LOOKS
+        return self.left is None and self.off >= LOOKS
 
     @property
     def is_back(self) -> bool:
         """True if a demoted site is to return."""
         doublings = min(self.demotions - 1, _MAX_DOUBLINGS)
-        return self.away and self.home >= HOME_LOOKS * 2**doublings
+        return self.left is not None and self.home >= HOME_LOOKS * 2**doublings
 
 
 def _excess(change: Measures) -> Measures:
@@ -187,72 +190,30 @@ def _describe(excess: Measures, measures: Measures, change: Measures) -> str:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Watch:
-    """The looks at all sites so far; `dataclasses.asdict` gives JSON values.
+def after_look(
+    sites: Mapping[str, SiteDrift], measures: Mapping[str, Measures], steps: int
+) -> dict[str, SiteDrift]:
+    """Returns what is known of sites after a look, so many steps after the last one."""
+    seen = {
+        path: sites.get(path, SiteDrift()).after(measured, steps)
+        for path, measured in measures.items()
+    }
+    return {**sites, **seen}
 
-    Attributes:
-        sites: by path.
+
+def after_change(
+    sites: Mapping[str, SiteDrift], demoted: Mapping[str, Any], returned: Iterable[str]
+) -> dict[str, SiteDrift]:
+    """Returns what is known of sites after some were demoted, and others returned.
+
+    `demoted` has what their decisions were, as JSON values.
     """
-
-    sites: Mapping[str, SiteDrift] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Watch":
-        """Returns the watch from JSON values."""
-        sites = {path: SiteDrift(**site) for path, site in data["sites"].items()}
-        return cls(sites=sites)
-
-    def after(self, measures: Mapping[str, Measures], steps: int) -> "Watch":
-        """Returns the watch after a look.
-
-        Args:
-            measures: at the look, by path.
-            steps: number of training steps since the look before.
-        """
-        seen = {
-            path: self.sites.get(path, SiteDrift()).after(measured, steps)
-            for path, measured in measures.items()
-        }
-        return Watch(sites={**self.sites, **seen})
-
-    @property
-    def drifted(self) -> dict[str, str]:
-        """Why sites have drifted that are not demoted yet, by path."""
-        return {path: x.why for path, x in self.sites.items() if x.has_drifted}
-
-    @property
-    def back(self) -> list[str]:
-        """Paths of the demoted sites whose operands are back."""
-        return [path for path, x in self.sites.items() if x.is_back]
-
-    @property
-    def away(self) -> list[str]:
-        """Paths of the demoted sites."""
-        return [path for path, x in self.sites.items() if x.away]
-
-    def newly_above(self, before: "Watch") -> list[str]:
-        """Returns paths of sites in FP8 whose errors have now long been above."""
-        return [
-            path
-            for path, x in self.sites.items()
-            if x.above == LONG != before.sites.get(path, SiteDrift()).above
-            and not x.away
-        ]
-
-    def without(self, paths: Iterable[str]) -> "Watch":
-        """Returns the watch as if some sites had never been looked at."""
-        kept = self.sites.keys() - set(paths)
-        return Watch(sites={path: x for path, x in self.sites.items() if path in kept})
-
-    def changed(self, demoted: Iterable[str], returned: Iterable[str]) -> "Watch":
-        """Returns the watch after sites were demoted, and others have returned."""
-        sites = dict(self.sites)
-        for path in demoted:
-            site = sites.get(path, SiteDrift())
-            sites[path] = dataclasses.replace(
-                site, away=True, home=0, demotions=site.demotions + 1
-            )
-        for path in returned:
-            sites[path] = dataclasses.replace(sites[path], away=False, off=0, above=0)
-        return Watch(sites=sites)
+    after = dict(sites)
+    for path, decision in demoted.items():
+        site = after.get(path, SiteDrift())
+        after[path] = dataclasses.replace(
+            site, left=decision, home=0, demotions=site.demotions + 1
+        )
+    for path in returned:
+        after[path] = dataclasses.replace(after[path], left=None, off=0, above=0)
+    return after

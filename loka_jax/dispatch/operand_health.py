@@ -33,7 +33,6 @@ from loka_jax.probe.live_errors import Operands, blocks, casts
 from loka_jax.recipe import OPERANDS, ROLE_OPERANDS, ROLES, Recipe, Role
 from loka_jax.site import Choice, SiteSpec
 
-MEASURES = ("error", "flushed", "level", "peak")
 _ROWS = 256  # of a product in FP8 that are computed
 
 
@@ -45,7 +44,7 @@ def health(
     fp8_results: Collection[Role] = (),
     limits: Limits = DEFAULT_LIMITS,
 ) -> Float[Array, "3 4"]:
-    """Returns the `MEASURES` of fwd, dlhs, drhs and of lhs, rhs, g.
+    """Returns the measures in `drift.RULES` of fwd, dlhs, drhs and of lhs, rhs, g.
 
     NaN for products and operands without a cast, and for the size of zeros.
 

@@ -166,7 +166,7 @@ class Loop:
             followed = replan.after_failure(self.run, self.progress, error)
             if take_step.has_run or followed is None:
                 raise
-            self._change(*followed)
+            self._change(followed)
             for pair in pairs:
                 self.step([pair])
             return
@@ -189,13 +189,14 @@ class Loop:
         done = run.config, self.progress.step, run.steps_per_epoch, run.total_steps
         return steps_at_once(*done)
 
-    def _change(self, change: replan.Change, progress: Progress):
-        """Follows another plan from now on, with the progress that goes with it."""
+    def _change(self, change: replan.Change):
+        """Follows another plan from now on."""
         self.run, self.state = replan.replanned(self.run, self.state, change.plan)
         self._record.write_plan(change.plan)
-        changes = (*progress.changes, *change.said)
         self.progress = dataclasses.replace(
-            progress, changes=changes, replanned=progress.step
+            change.progress,
+            changes=(*change.progress.changes, *change.said),
+            replanned=change.progress.step,
         )
         self._scales_initialized = False
         for sentence in change.said:
@@ -226,7 +227,7 @@ class Loop:
             return
         probe = self.state.probe
         if followed := replan.review(self.run, probe, self.progress):
-            self._change(*followed)
+            self._change(followed)
 
     def _ready_for_initialized_step(self) -> bool:
         """Returns whether delayed scales are initialized, judged by the state alone."""

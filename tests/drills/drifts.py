@@ -63,7 +63,7 @@ def trained(name: str, recipe: str, options: argparse.Namespace) -> dict[str, An
         with Checkpoints(Path(folder) / "checkpoints", keep=1) as checkpoints:
             saved = checkpoints.newest()
     assert saved is not None
-    sites = saved.meta["progress"]["drift"]["sites"]
+    sites = saved.meta["progress"]["drift"]
     return {
         "config": run.name,
         "recipe": run.model.recipe,

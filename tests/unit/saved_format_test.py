@@ -114,8 +114,8 @@ def test_the_form_of_a_checkpoint_has_this_number():
         " ".join(x.name for x in dataclasses.fields(p)) for p in (Progress, TrainState)
     ]
     assert (saved_format.RUN, *forms) == (
-        9,
-        "step position examples seconds plateau best changes returns drift planned "
+        10,
+        "step position examples seconds plateau best changes returns drift "
         "unsafe broken replanned guard scale_watch days",
         "step params fp8 batch_stats probe opt_state table row_state lr_scale skipped "
         "skipped_in_a_row bad_ids grad_norm metrics",

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from loka_jax import jsonfile
 from loka_jax.data import Position
-from loka_jax.dispatch.drift import Watch
+from loka_jax.dispatch.drift import SiteDrift
 from loka_jax.optim import Plateau
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
@@ -37,8 +38,7 @@ class Progress:
         best: the best evaluation so far by `OptimConfig.best_by`, as in metrics.jsonl.
         changes: a sentence for each site that left FP8, or entered it.
         returns: a sentence for each return to a checkpoint after a divergence.
-        drift: the looks at the operands of FP8 sites so far.
-        planned: the decisions on sites that have drifted, as JSON values by path.
+        drift: what looks at the operands of FP8 sites have shown, by path.
         unsafe: paths of the sites that live errors have demoted.
         broken: paths of the sites whose kernels did not compile.
         replanned: the step of the newest change of the plan.
@@ -56,8 +56,7 @@ class Progress:
     best: dict[str, Any] | None = None
     changes: tuple[str, ...] = ()
     returns: tuple[str, ...] = ()
-    drift: Watch = Watch()
-    planned: dict[str, Any] = dataclasses.field(default_factory=dict)
+    drift: dict[str, SiteDrift] = dataclasses.field(default_factory=dict)
     unsafe: tuple[str, ...] = ()
     broken: tuple[str, ...] = ()
     replanned: int = 0
@@ -67,7 +66,7 @@ class Progress:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the progress as JSON values."""
-        return dataclasses.asdict(self) | {"position": list(self.position)}
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Progress":
@@ -76,25 +75,19 @@ class Progress:
         Raises:
             ValueError: for other values.
         """
+        names = {field.name for field in dataclasses.fields(cls)}
+        missing = ", ".join(sorted(names - jsonfile.as_dict(data).keys()))
         try:
-            read = {
-                "position": Position(*data["position"]),
-                "plateau": Plateau(**data["plateau"]),
-                "changes": tuple(data["changes"]),
-                "returns": tuple(data["returns"]),
-                "unsafe": tuple(data["unsafe"]),
-                "broken": tuple(data["broken"]),
-                "drift": Watch.from_json(data["drift"]),
-                "guard": Guard(**data["guard"]),
-                "scale_watch": ScaleWatch.from_json(data["scale_watch"]),
-                "days": tuple(data["days"]),
-            }
-            return cls(**data | read)
-        except (KeyError, TypeError) as error:
+            read = jsonfile.typed(data, cls)
+            reason = missing and f"{missing} is missing"
+        except ValueError as error:
+            reason = str(error)
+        if reason:
             raise ValueError(
-                f"the checkpoint has no progress of this version ({error}): use the "
+                f"the checkpoint has no progress of this version ({reason}): use the "
                 "version of loka_jax that wrote it."
-            ) from None
+            )
+        return read
 
 
 class Moment(NamedTuple):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax.data import Batch
+from loka_jax.dispatch.drift import after_look
 from loka_jax.dispatch.operand_health import health
 from loka_jax.dispatch.policy import Decision
 from loka_jax.measure.compiling import untuned_here
@@ -100,14 +101,16 @@ class Looks:
         return progress
 
     def _with_operands(self, run: Run, look: Look, progress: Progress) -> Progress:
-        before = progress.drift
-        watch = before.after(jax.device_get(look), run.config.probe.look_every)
-        for path in watch.newly_above(before):
-            self._say(
-                f"{path}: errors of its FP8 have been above their limit in most "
-                f"looks, by less than twice: --dispatch.rules {path}=bf16 ends it."
-            )
-        return dataclasses.replace(progress, drift=watch)
+        before, every = progress.drift, run.config.probe.look_every
+        drift = after_look(before, jax.device_get(look), every)
+        for path, site in drift.items():
+            was_above = path in before and before[path].is_long_above
+            if site.is_long_above and not was_above:
+                self._say(
+                    f"{path}: errors of its FP8 have been above their limit in most "
+                    f"looks, by less than twice: --dispatch.rules {path}=bf16 ends it."
+                )
+        return dataclasses.replace(progress, drift=drift)
 
     def _with_scales(self, run: Run, look: ScaleLook, progress: Progress) -> Progress:
         before, size = progress.scale_watch, run.config.loop.batch_size
@@ -135,8 +138,9 @@ def watched(run: Run, progress: Progress) -> dict[str, Watched]:
     That are the sites in FP8, and those that have drifted as they were before.
     """
     before = {
-        path: Decision(Choice.parse(progress.planned[path]["choice"]), "before drift")
-        for path in progress.drift.away
+        path: Decision(Choice.parse(site.left["choice"]), "before drift")
+        for path, site in progress.drift.items()
+        if site.left is not None
     }
     sites = run.list_sites(run.plan.changed(before), scales_initialized=True)
     return {

@@ -13,7 +13,7 @@ step waits for it: looks are read where a log line or a checkpoint waits anyway.
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,7 @@ class Finding(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaleWatch:
-    """What was found so far; `dataclasses.asdict` gives the values of `from_json`.
+    """What was found so far.
 
     Attributes:
         warnings: a sentence for each step that showed a new operand or column.
@@ -99,12 +99,6 @@ class ScaleWatch:
     known: tuple[str, ...] = ()
     skipped: int = 0
     reads: int = 0
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "ScaleWatch":
-        """Returns the watch from JSON values."""
-        lists: dict[str, Any] = {x: tuple(data[x]) for x in ("warnings", "known")}
-        return cls(**data | lists)
 
     def after(self, look: Look, data: Dataset, batch_size: int) -> "ScaleWatch":
         """Returns the watch after a look, once the device has computed that.

@@ -173,8 +173,8 @@ MISTAKES = [
     Mistake(
         "dlhs is cast by the stored scale of lhs",
         f"{_PROBE}/live_errors.py",
-        "operands.scales[OPERANDS.index(name)] if is_delayed",
-        "operands.scales[0] if is_delayed",
+        "stored = operands.scales[place]",
+        "stored = operands.scales[0]",
         "unit/probe/live_errors_test.py",
     ),
     Mistake(

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from loka_jax.dispatch import operand_health
-from loka_jax.dispatch.operand_health import MEASURES
+from loka_jax.dispatch.drift import RULES
 from loka_jax.dispatch.policy import Limits
 from loka_jax.probe.live_errors import operands_of
 from loka_jax.recipe import OPERANDS, get_recipe
@@ -40,7 +40,7 @@ def healths(name, arrays, *, stored=None, errors=(0.0, 0.0, 0.0), **how):
     if stored is not None:
         scales = np.float32(factor_of(stored))
     found = _health(arrays, tuple(scales), np.float32(errors), name, tuple(how.items()))
-    rows = [SimpleNamespace(**dict(zip(MEASURES, x, strict=True))) for x in found]
+    rows = [SimpleNamespace(**dict(zip(RULES, x, strict=True))) for x in found]
     return dict(zip(OPERANDS, rows, strict=True))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loka_jax.data import Batch, Position
-from loka_jax.dispatch.drift import SiteDrift, Watch
+from loka_jax.dispatch.drift import SiteDrift
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.nn import Site
 from loka_jax.ops.plan import resolve
@@ -88,9 +88,9 @@ def test_sites_in_fp8_are_looked_at_and_those_that_left_it_as_they_were():
         return tuple(sites.values())
 
     run = SimpleNamespace(plan=DispatchPlan(), list_sites=list_sites)
-    drift = Watch(sites={"away": SiteDrift(away=True), "here": SiteDrift()})
-    planned = {"away": {"choice": "xla fp8_rowwise"}}
-    found = watched(run, dataclasses.replace(PROGRESS, drift=drift, planned=planned))
+    left = {"choice": "xla fp8_rowwise"}
+    drift = {"away": SiteDrift(left=left), "here": SiteDrift()}
+    found = watched(run, dataclasses.replace(PROGRESS, drift=drift))
     assert asked == [({"away": Choice.parse("xla fp8_rowwise")}, True)]
     assert found.keys() == {"kernel", "plain"}
     recipe = get_recipe(DELAYED)
