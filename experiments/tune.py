@@ -139,11 +139,7 @@ def _effects(
 ) -> dict[str, Interval]:
     """Returns the relative effect of an FP8 forward product on the loss, by path."""
     effects = sensitivity(run, state, recipe=_LOSS_RECIPE, max_batches=max_batches)
-    relative = {
-        path: Interval(*(effect[x] / effect["loss"] for x in ("change", "low", "high")))
-        for path, effect in effects.items()
-        if path != ALL
-    }
+    relative = {path: x.rise for path, x in effects.items() if path != ALL}
     for path in [path for path, x in relative.items() if not all(map(isfinite, x))]:
         say(f"{path}: its effect on the loss is not finite and was left out")
         del relative[path]

@@ -2,7 +2,7 @@
 
 All functions take the reference first, compute in float32 and return float32 scalars.
 A global norm hides flushed rows (an array whose small rows all became zero can have
-31 dB), so look at `worst_slice_sqnr` and `underflow_rate` beside `sqnr`.
+31 dB), so look at `worst_slice_sqnr` beside `sqnr`.
 """
 
 from typing import Literal, get_args
@@ -56,22 +56,6 @@ def mere(ref: Float[Array, "*s"], x: Float[Array, "*s"]) -> Float[Array, ""]:
     error = jnp.abs(x - ref) / jnp.where(counted, jnp.abs(ref), 1.0)
     count = jnp.sum(counted.astype(jnp.float32))
     return jnp.sum(jnp.where(counted, error, 0.0)) / jnp.maximum(count, 1)
-
-
-def underflow_rate(
-    ref: Float[Array, "*s"], data: Float[Array, "*s"]
-) -> Float[Array, ""]:
-    """Returns the share of non-zero elements of `ref` that are zero in `data`."""
-    nonzero = ref != 0
-    flushed = nonzero & (data.astype(jnp.float32) == 0)
-    return (jnp.sum(flushed) / jnp.maximum(jnp.sum(nonzero), 1)).astype(jnp.float32)
-
-
-def saturation_rate(data: Float[Array, "*s"]) -> Float[Array, ""]:
-    """Returns the share of FP8 elements at the largest finite magnitude."""
-    limit = float(jnp.finfo(data.dtype).max)
-    at_limit = jnp.abs(data.astype(jnp.float32)) == limit
-    return jnp.mean(at_limit.astype(jnp.float32))
 
 
 def _signal_and_noise(ref, x, *, axis):

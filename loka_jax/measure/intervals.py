@@ -13,12 +13,7 @@ _UPPER = 0.975  # an interval leaves out 2.5 % at either end
 
 
 class Interval(NamedTuple):
-    """A mean, and its 95 % interval.
-
-    Attributes:
-        mean: of the values.
-        low, high: the ends of the interval; infinite if one value tells nothing.
-    """
+    """A mean and its 95 % interval, whose ends may be infinite."""
 
     mean: float
     low: float
@@ -39,7 +34,7 @@ def interval(values: np.ndarray) -> Interval:
     if count == 1:
         return Interval(mean, mean, mean)
     error = float(np.std(values, ddof=1)) / math.sqrt(count)
-    return _around(mean, quantile(count) * error)
+    return _around(mean, _quantile(count) * error)
 
 
 def next_value(mean: float, deviation: float, count: int | float) -> Interval:
@@ -50,16 +45,15 @@ def next_value(mean: float, deviation: float, count: int | float) -> Interval:
     So it covers the mean of later values even if they drift within the spread.
 
     Args:
-        mean: of the values.
         deviation: their standard deviation, by `count - 1`.
         count: their number; effectively, if their weights differ.
     """
     if count <= 1:
         return Interval(mean, -math.inf, math.inf)
-    return _around(mean, quantile(count) * deviation * math.sqrt(1 + 1 / count))
+    return _around(mean, _quantile(count) * deviation * math.sqrt(1 + 1 / count))
 
 
-def quantile(count: int | float) -> float:
+def _quantile(count: int | float) -> float:
     """Returns the standard errors from the mean of `count` values to either end."""
     from scipy.special import stdtrit  # a fifth of a second, not for --help
 

@@ -56,35 +56,67 @@ def can_be_fp8(site: nn.Site) -> bool:
     return site.recipe != "f32" and xla.why_not(*sizes) is None
 
 
+class Effect(NamedTuple):
+    """What choices change of the mean loss on the same examples.
+
+    Attributes:
+        change: of the mean loss, with its 95 % interval over examples.
+        moved: the mean absolute change of the examples' losses, in which errors of
+            opposite signs do not cancel.
+        loss: in bfloat16.
+        examples: from which it was measured.
+    """
+
+    change: Interval
+    moved: float
+    loss: float
+    examples: int
+
+    @property
+    def rise(self) -> Interval:
+        """The relative change, with its interval."""
+        return Interval(*(x / self.loss for x in self.change))
+
+
 def sensitivity(
     run: Run, state: TrainState, *, recipe: str, max_batches: int
-) -> dict[str, dict[str, float]]:
+) -> dict[str, Effect]:
     """Returns the effect of FP8 forward products on the loss, by path and for `ALL`.
 
+    Most moved first, `ALL` last.
+
     Args:
-        run: the model and its validation data.
-        state: the trained model.
         recipe: of the site that is in FP8, with current scales.
         max_batches: held-out batches at most.
-
-    Returns:
-        `change`, `low` and `high`: of the mean loss, with its 95 % interval over
-        examples; `relative`: change over loss; `moved`: the mean absolute change of the
-        examples' losses, in which errors of opposite signs do not cancel; `loss`: in
-        bfloat16. Means are weighted as that of training. Most moved first, `ALL` last.
     """
     paths = [site.path for site in run.sites if can_be_fp8(site)]
-    batches = held_out(run, max_batches)
+    effect_of = effect_meter(run, state, max_batches)
+    effects = {path: effect_of({path: recipe}) for path in paths}
+    effects = dict(sorted(effects.items(), key=lambda item: -item[1].moved))
+    return effects | ({ALL: effect_of(dict.fromkeys(paths, recipe))} if paths else {})
+
+
+def effect_meter(
+    run: Run, state: TrainState, max_batches: int
+) -> Callable[[Mapping[str, str | Choice]], Effect]:
+    """Returns a function from choices by path to their effect, against bfloat16.
+
+    Other sites run in bfloat16. Delayed scales are those of the state, and current
+    where it has none.
+    """
+    batches, delayed = held_out(run, max_batches), named_sites(state)
     plain = losses(run, state, batches, {})
-    effects = {}
-    for path in paths:
-        changed = losses(run, state, batches, {path: recipe})
-        effects[path] = compare(plain, changed)
-    effects = dict(sorted(effects.items(), key=lambda item: -item[1]["moved"]))
-    if paths:
-        changed = losses(run, state, batches, dict.fromkeys(paths, recipe))
-        effects[ALL] = compare(plain, changed)
-    return effects
+
+    def effect_of(choices: Mapping[str, str | Choice]) -> Effect:
+        runnable = {
+            path: choice
+            if path in delayed or isinstance(choice, str)
+            else _with_current_scales(choice)
+            for path, choice in choices.items()
+        }
+        return compare(plain, losses(run, state, batches, runnable))
+
+    return effect_of
 
 
 def held_out(run: Run, max_batches: int) -> list[Batch]:
@@ -113,10 +145,9 @@ def losses(
 def shared(
     values: np.ndarray, weights: np.ndarray, task_weights: tuple[float, ...]
 ) -> Losses:
-    """Returns the losses of the examples that have a weight.
+    """Returns the losses [B] or [B, T] of the examples that have a weight.
 
     Args:
-        values: losses, [B] of one task and [B, T] of several.
         weights: of the same shape; 0 where an example has no label of a task.
         task_weights: of the tasks; equal ones if empty.
     """
@@ -148,8 +179,8 @@ def _loss_step(
     return step
 
 
-def compare(plain: Losses, changed: Losses) -> dict[str, float]:
-    """Returns how losses changed, as `sensitivity` does, example by example.
+def compare(plain: Losses, changed: Losses) -> Effect:
+    """Returns how losses changed, example by example, by their shares in the mean.
 
     The interval is that of a ratio: of weighted losses over weights, both of which vary
     from example to example.
@@ -160,51 +191,9 @@ def compare(plain: Losses, changed: Losses) -> dict[str, float]:
     mean = change / np.where(by_task > 0, by_task, 1.0)
     # Equal to the differences themselves if weights are equal and there is one task.
     influence = np.sum(shares * (difference - mean), axis=1) * len(difference)
+    moved = float(np.sum(np.abs(np.sum(shares * difference, axis=1))))
     seen = interval(np.sum(change) + influence)
-    return {
-        "change": seen.mean,
-        "low": seen.low,
-        "high": seen.high,
-        "relative": seen.mean / plain.mean,
-        "moved": float(np.sum(np.abs(np.sum(shares * difference, axis=1)))),
-        "loss": plain.mean,
-    }
-
-
-class Effect(NamedTuple):
-    """The relative rise of the loss that choices cause.
-
-    Attributes:
-        rise: with its 95 % interval.
-        examples: from which it was measured.
-    """
-
-    rise: Interval
-    examples: int
-
-
-def effect_of(
-    run: Run, state: TrainState, choices: Mapping[str, Choice], *, max_batches: int
-) -> Effect:
-    """Returns the effect of choices on the loss of a trained model, against bfloat16.
-
-    Args:
-        run: the model and its validation data.
-        state: the trained model.
-        choices: by path; other sites run in bfloat16. Delayed scales are those of the
-            state, and current where it has none.
-        max_batches: held-out batches at most.
-    """
-    delayed = named_sites(state)
-    runnable = {
-        path: choice if path in delayed else _with_current_scales(choice)
-        for path, choice in choices.items()
-    }
-    batches = held_out(run, max_batches)
-    plain = losses(run, state, batches, {})
-    result = compare(plain, losses(run, state, batches, runnable))
-    rise = Interval(*(result[x] / result["loss"] for x in ("change", "low", "high")))
-    return Effect(rise, len(plain.values))
+    return Effect(seen, moved, plain.mean, len(difference))
 
 
 def refusals(
@@ -222,10 +211,12 @@ def refusals(
     that the others cause together is below the limit.
     """
     left = {p: choice for p, choice in plan.choices if choice.recipe.fwd is not None}
+    effect_of = effect_meter(run, state, max_batches)
     alone: dict[str, Effect] = {}
     refused: dict[str, str] = {}
     while left:
-        rise, examples = effect_of(run, state, left, max_batches=max_batches)
+        effect = effect_of(left)
+        rise, examples = effect.rise, effect.examples
         say(
             f"FP8 at {len(left)} sites changes the loss by {rise.mean:.4%} "
             f"({rise.low:.4%} to {rise.high:.4%}, {examples:,} examples)"
@@ -233,10 +224,7 @@ def refusals(
         reason = why_harmful(rise, limit, examples)
         if reason is None:
             break
-        alone = alone or {
-            path: effect_of(run, state, {path: choice}, max_batches=max_batches)
-            for path, choice in left.items()
-        }
+        alone = alone or {path: effect_of({path: x}) for path, x in left.items()}
         worst = max(left, key=lambda path: _upper(alone[path]))
         refused[worst] = f"{reason}; here by {alone[worst].rise.mean:.4%}"
         say(f"{worst}: {refused[worst]}")

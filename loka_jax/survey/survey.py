@@ -18,21 +18,60 @@ from loka_jax import nn
 from loka_jax.data import Position
 from loka_jax.dispatch.policy import Limits, why_unsafe
 from loka_jax.measure.intervals import Interval
-from loka_jax.measure.site_errors import SiteErrors, site_errors
+from loka_jax.measure.site_errors import PAIRS, SiteErrors, site_errors
 from loka_jax.measure.site_times import site_times, speedup
+from loka_jax.options import require
 from loka_jax.probe.capture import Capture
 from loka_jax.probe.live_errors import Operands
 from loka_jax.probe.sampling import draw_learned, draw_normal
 from loka_jax.probe.site import SiteStats
-from loka_jax.recipe import Role
+from loka_jax.recipe import INITIALIZED, RECIPES, Role, get_recipe
 from loka_jax.site import BF16, SiteSpec
-from loka_jax.survey.config import SurveyConfig
-from loka_jax.survey.sensitivity import can_be_fp8, sensitivity
+from loka_jax.survey.sensitivity import Effect, can_be_fp8, sensitivity
 from loka_jax.survey.summary import summarize, warnings_of
 from loka_jax.train.build import Run
 from loka_jax.train.folder.record import versions
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import make_observe_step
+
+FP8_RECIPES = tuple(name for name in RECIPES if name.startswith("fp8"))
+LOSS_RECIPE = "fp8_tensorwise"  # of the site whose effect on the loss is measured
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SurveyConfig:
+    """The options of a survey; limits are `--dispatch.limits`.
+
+    Attributes:
+        recipes: measured at every site, beside bfloat16.
+        pairs: operands drawn for each of them.
+        rows: of drawn and captured operands, at most.
+        captured_batches: batches whose real operands are multiplied too; 0 for none.
+        held_out_batches: of the validation data, at most, for the effect on the loss.
+        times: measure times too, where there is a GPU.
+    """
+
+    recipes: tuple[str, ...] = FP8_RECIPES
+    pairs: int = PAIRS
+    rows: int = 1024
+    captured_batches: int = 16
+    held_out_batches: int = 32
+    times: bool = True
+
+    def __post_init__(self):  # noqa: D105
+        for name, least in {
+            "pairs": 2,
+            "rows": 16,
+            "captured_batches": 0,
+            "held_out_batches": 1,
+        }.items():
+            value = getattr(self, name)
+            option = f"--survey.{name.replace('_', '-')}"
+            require(value >= least, option, value, f"at least {least}")
+        for name in self.recipes:
+            get_recipe(name)
+            has_scales = name.endswith(INITIALIZED)
+            require(not has_scales, "recipe", name, f"without {INITIALIZED}")
 
 
 class Verdict(NamedTuple):
@@ -91,10 +130,11 @@ def survey(
         stats = stats_by_path[site.path]
         warnings += warnings_of(site.path, stats)
         operands = [batch[site.path] for batch in captured]
-        records.append(_survey_site(site, stats, operands, config, say))
+        limits = run.config.dispatch.limits
+        records.append(_survey_site(site, stats, operands, config, limits, say))
     say("effect on the loss")
-    effect = sensitivity(
-        run, state, recipe=config.loss_recipe, max_batches=config.held_out_batches
+    effects = sensitivity(
+        run, state, recipe=LOSS_RECIPE, max_batches=config.held_out_batches
     )
     return {
         "model": run.config.name,
@@ -111,9 +151,16 @@ def survey(
             for site in run.sites
             if site not in sites
         ],
-        "sensitivity": effect,
+        "loss_recipe": LOSS_RECIPE,
+        "sensitivity": {path: _effect(effect) for path, effect in effects.items()},
         "prediction": prediction(records),
     }
+
+
+def _effect(effect: Effect) -> dict[str, float]:
+    change, low, high = effect.change
+    values = {"change": change, "low": low, "high": high, "relative": effect.rise.mean}
+    return values | {"moved": effect.moved, "loss": effect.loss}
 
 
 def prediction(sites: list[dict[str, Any]]) -> dict[str, Any]:
@@ -164,6 +211,7 @@ def _survey_site(
     stats: SiteStats,
     captured: list[Operands],
     config: SurveyConfig,
+    limits: Limits,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     spec = site.spec
@@ -181,7 +229,7 @@ def _survey_site(
         "statistics": summarize(stats),
         "roles": {
             role: {
-                name: _judged(role, name, by_source, times, config)
+                name: _judged(role, name, by_source, times, limits)
                 for name, by_source in candidates.items()
             }
             for role, candidates in errors.items()
@@ -202,7 +250,7 @@ def _site_errors(
 ) -> SiteErrors:
     """Returns the errors on "learned", "normal" and, if captured, "real" operands."""
     rows = min(spec.m, config.rows)
-    keys = jax.random.split(jax.random.key(config.seed), config.pairs)
+    keys = jax.random.split(jax.random.key(0), config.pairs)
     learned = functools.partial(draw_learned, stats=stats, rows=rows)
     normal = functools.partial(draw_normal, sizes=(rows, spec.k, spec.n))
     sources: dict[str, Any] = {"learned": (learned, keys), "normal": (normal, keys)}
@@ -216,7 +264,7 @@ def _judged(
     name: str,
     by_source: dict[str, dict[str, Interval]],
     times,
-    config: SurveyConfig,
+    limits: Limits,
 ) -> dict[str, Any]:
     """Returns a candidate's errors, time and verdict at a role."""
     record: dict[str, Any] = {
@@ -230,7 +278,7 @@ def _judged(
     if name == BF16.name:
         return record
     verdicts = {
-        source: judge(errors, record["speedup"], config.limits)
+        source: judge(errors, record["speedup"], limits)
         for source, errors in by_source.items()
     }
     return (

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax import fp8, quality
+from loka_jax import quality
 from tests import support
 
 MEASURES = {
@@ -44,19 +44,15 @@ def test_equal_arrays_have_no_noise_and_a_nan_is_seen_in_every_measure():
 
 def test_measures_of_few_numbers_by_hand():
     x = jnp.float32([[0, 0], [3, 4]])
-    steps, lost = jnp.float32([[1, 1], [0, 0.5]]), jnp.float32([[0, 0], [3, 0]])
+    steps = jnp.float32([[1, 1], [0, 0.5]])
     columns = jnp.float32([[1, 10], [1, 10], [1, 10]])
-    saturated = jnp.float32([1e9, -1e9, 1, 0])
     found = [
         quality.worst_slice_sqnr(x, x + steps),
         quality.worst_slice_sqnr(columns, columns + 0.1, axis=0),
         quality.mere(x, x + steps),
         quality.sqnr(x, x + steps),
         quality.relative_l2(x, x + steps),
-        quality.saturation_rate(fp8.saturate(saturated, fp8.E5M2)),
-        quality.saturation_rate(fp8.saturate(saturated / 2, fp8.E4M3)),
-        quality.underflow_rate(x, x - lost),
     ]
     # 10 lg(25 / 0.25): slices of zeros are left out, as zeros of the reference are.
-    expected = [20, 20, 0.125 / 2, 10 * np.log10(25 / 2.25), 1.5 / 5, 0.5, 0.5, 0.5]
+    expected = [20, 20, 0.125 / 2, 10 * np.log10(25 / 2.25), 1.5 / 5]
     np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -13,6 +13,7 @@ from loka_jax.dispatch.table import Entry, Table
 from loka_jax.measure.intervals import Interval
 from loka_jax.recipe import ROLES
 from loka_jax.site import SiteSpec
+from loka_jax.survey.sensitivity import Effect
 from tests.support.commands import assert_refused
 from tests.support.configs import tiny_config
 
@@ -79,8 +80,8 @@ def test_what_is_timed_already_is_not_timed_again(tuned):
 
 
 def test_effects_are_relative_and_left_out_if_not_finite(tuned, capsys):
-    effect = {"change": 1e-3, "low": 5e-4, "high": 2e-3, "loss": 0.5}
-    lost = effect | {"high": float("nan")}
+    effect = Effect(Interval(1e-3, 5e-4, 2e-3), 0.1, 0.5, 64)
+    lost = effect._replace(change=Interval(1e-3, 5e-4, float("nan")))
     code, seen = tuned({"a": effect, "b": lost, script.ALL: effect}, ())
     assert code == 0
     found = seen.measure.call_args.kwargs["effects"]
