@@ -19,11 +19,11 @@ changes the others follow the new plan too.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from loka_jax.dispatch.candidates import table_key
@@ -38,7 +38,7 @@ from loka_jax.dispatch.policy import (
     shares_of_limits,
 )
 from loka_jax.dispatch.table import Entry, Errors, RoleErrors, Table
-from loka_jax.measure.intervals import Interval, next_value, quantile
+from loka_jax.measure.intervals import Interval, next_value
 from loka_jax.nn import Site
 from loka_jax.probe.live_errors import LiveErrors
 from loka_jax.quality import MEASURES
@@ -49,11 +49,11 @@ LEAST_STEPS = 3.0  # observed steps, below which errors are not judged
 
 
 class Review(NamedTuple):
-    """Decisions that replace those of a plan, with their reasons.
+    """Decisions that replace those of a plan, by path, with their reasons.
 
     Attributes:
-        demoted: by path, of the sites whose FP8 is not accurate enough.
-        promoted: by path, of the sites with faster FP8.
+        demoted: of the sites whose FP8 is not accurate enough.
+        promoted: of the sites with faster FP8.
     """
 
     demoted: Mapping[str, Decision]
@@ -82,10 +82,11 @@ class Reviewer:
         errors: Mapping[str, RoleErrors],
         demoted_before: Collection[str] = (),
     ) -> Review:
-        """Returns what live errors change; nothing at sites that rules decide.
+        """Returns what live errors of sites change in the plan that runs.
+
+        Nothing at sites that rules decide.
 
         Args:
-            plan: that runs.
             errors: by path, of the sites to review (`live_intervals`).
             demoted_before: paths of the sites that earlier reviews have demoted.
         """
@@ -133,14 +134,8 @@ class Reviewer:
     def _decide(
         self, errors: Mapping[str, RoleErrors], limits: Limits
     ) -> dict[str, Decision]:
-        plan = make_plan(
-            self.sites,
-            self.performance,
-            limits=limits,
-            rules=self.rules,
-            config=self.config,
-            errors=errors,
-        )
+        options = {"rules": self.rules, "config": self.config, "errors": errors}
+        plan = make_plan(self.sites, self.performance, limits=limits, **options)
         return dict(plan.decisions)
 
 
@@ -172,31 +167,19 @@ def _part(limits: Limits, share: float) -> Limits:
     )
 
 
-class Ratio(NamedTuple):
-    """How much larger live errors are than drawn ones, as natural logarithms.
-
-    Attributes:
-        mean: over the sites.
-        deviation: over the sites.
-        count: of the sites.
-    """
-
-    mean: float
-    deviation: float
-    count: int
-
-
-# By role and measure.
-type Ratios = dict[Role, dict[str, Ratio]]
+# How much larger live errors are than drawn ones, by role and measure: the natural
+# logarithm, with the interval that another site's lies in.
+type Ratios = dict[Role, dict[str, Interval]]
 
 
 def live_intervals(errors: LiveErrors, recipes: Sequence[str]) -> RoleErrors:
     """Returns the live errors of a site, of products seen in enough steps."""
-    moments = np.asarray(jax.device_get(errors.moments), np.float64)
+    moments = np.asarray(errors.moments, np.float64)
     intervals: RoleErrors = {role: {} for role in ROLES}
     for recipe, by_role in zip(recipes, moments, strict=True):
         for role, by_measure in zip(ROLES, by_role, strict=True):
-            if _effective_steps(by_measure[0]) >= LEAST_STEPS:
+            weight, squares, *_ = by_measure[0]
+            if weight**2 >= LEAST_STEPS * squares > 0:  # their effective number
                 intervals[role][recipe] = {
                     measure: _next_step(values)
                     for measure, values in zip(MEASURES, by_measure, strict=True)
@@ -209,21 +192,16 @@ def ratios(live: Mapping[str, RoleErrors], drawn: Mapping[str, RoleErrors]) -> R
 
     Recipes at a site err alike, and count once.
     """
-    by_role: Ratios = {}
-    for role in ROLES:
-        logs: dict[str, list[float]] = {measure: [] for measure in MEASURES}
-        for path in live.keys() & drawn.keys():
-            for measure in MEASURES:
-                at_site = _log_ratios(live[path][role], drawn[path][role], measure)
-                if at_site:
-                    logs[measure].append(float(np.mean(at_site)))
-        by_role[role] = {
-            measure: Ratio(
-                float(np.mean(values)), float(np.std(values, ddof=1)), len(values)
-            )
-            for measure, values in logs.items()
-            if len(values) >= 2
-        }
+    by_role: Ratios = {role: {} for role in ROLES}
+    for role, measure in itertools.product(ROLES, MEASURES):
+        at_sites = [
+            _log_ratios(live[path][role], drawn[path][role], measure)
+            for path in live.keys() & drawn.keys()
+        ]
+        logs = [float(np.mean(values)) for values in at_sites if values]
+        if len(logs) >= 2:
+            mean, deviation = float(np.mean(logs)), float(np.std(logs, ddof=1))
+            by_role[role][measure] = next_value(mean, deviation, len(logs))
     return by_role
 
 
@@ -275,17 +253,11 @@ def with_live(
     return dataclasses.replace(table, sites=entries)
 
 
-def _effective_steps(values: np.ndarray) -> float:
-    weight, squares, *_ = values
-    return weight**2 / squares if squares > 0 else 0.0
-
-
 def _next_step(values: np.ndarray) -> Interval:
     """Returns the mean over steps, with the interval of another step's error."""
     weight, squares, mean, m2 = values
-    freedom = weight - squares / weight
-    deviation = math.sqrt(max(m2, 0.0) / freedom)
-    return next_value(float(mean), deviation, _effective_steps(values))
+    deviation = math.sqrt(max(m2, 0.0) / (weight - squares / weight))
+    return next_value(float(mean), deviation, weight**2 / squares)
 
 
 def _log_ratios(
@@ -298,12 +270,10 @@ def _log_ratios(
     return [math.log(a / b) for a, b in means if a > 0 and b > 0]
 
 
-def _corrected(drawn: Interval, ratio: Ratio) -> Interval:
+def _corrected(drawn: Interval, ratio: Interval) -> Interval:
     """Returns a drawn error times the ratio of another site."""
     if not drawn.mean > 0:
         return drawn
-    spread = ratio.deviation * math.sqrt(1 + 1 / ratio.count)
     own = math.log(max(drawn.high / drawn.mean, 1.0))
-    half = math.hypot(quantile(ratio.count) * spread, own)
-    mean = drawn.mean * math.exp(ratio.mean)
+    half, mean = math.hypot(ratio.half, own), drawn.mean * math.exp(ratio.mean)
     return Interval(mean, mean * math.exp(-half), mean * math.exp(half))

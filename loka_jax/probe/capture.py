@@ -1,11 +1,10 @@
 """Captures the operands of a site, and the errors of its products in one step."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from loka_jax.probe import live_errors
 from loka_jax.probe.live_errors import LiveErrors, Operands
@@ -71,18 +70,3 @@ class Capture:
             g=some_rows(g, self.max_rows).astype(jnp.float32),
         )
         return Sample(kept, errors)
-
-
-def at_step(stats: Any, step: Int[Array, ""]) -> Any:
-    """Returns an observer's empty statistics, of which samples begin at a step.
-
-    Looks at different steps then compute different elements of a product.
-    """
-
-    def begin(x: Any) -> Any:
-        if not isinstance(x, Sample):
-            return x
-        steps = jnp.full_like(x.errors.steps, step)
-        return x._replace(errors=x.errors._replace(steps=steps))
-
-    return jax.tree.map(begin, stats, is_leaf=lambda x: isinstance(x, Sample))

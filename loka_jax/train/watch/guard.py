@@ -66,11 +66,9 @@ class Guard:
     bad_windows: int = 0
 
     def after(self, window: metrics.CappedNe, *, is_warm: bool) -> "Guard":
-        """Returns the guard after a window.
+        """Returns the guard after a window; one whose NE is undefined says nothing.
 
-        Args:
-            window: its NE; one that is undefined says nothing.
-            is_warm: the warm-up of the learning rate has ended.
+        `is_warm` once the warm-up of the learning rate has ended.
         """
         ne, has_enough = window.ne, window.rarer >= ENOUGH
         if ne is None:
@@ -84,11 +82,6 @@ class Guard:
         return Guard(lowest=lowest, bad_windows=self.bad_windows + 1 if is_bad else 0)
 
     @property
-    def is_healthy(self) -> bool:
-        """True if the last window was not bad."""
-        return self.bad_windows == 0
-
-    @property
     def has_diverged(self) -> bool:
         """True after two bad windows in a row."""
         return self.bad_windows >= _WINDOWS
@@ -97,8 +90,7 @@ class Guard:
 def judged(seen: Guard, run: Run, state: TrainState, step: int) -> Guard:
     """Returns the guard after the training examples since the last log line.
 
-    Raises:
-        Diverged: with the symptom, if this was one bad window too many.
+    Raises Diverged, with the symptom, if this was one bad window too many.
     """
     window = metrics.capped_ne(state.metrics)
     seen = _after(seen, window, run, step)
@@ -113,7 +105,7 @@ def judged(seen: Guard, run: Run, state: TrainState, step: int) -> Guard:
 def is_healthy(seen: Guard, run: Run, state: TrainState, step: int) -> bool:
     """Returns whether the state may become a checkpoint."""
     now = _after(seen, metrics.capped_ne(state.metrics), run, step)
-    return now.is_healthy and not poisoned(state)
+    return now.bad_windows == 0 and not poisoned(state)
 
 
 def refuse_skipping(state: TrainState, step: int, limit: int) -> None:
@@ -129,12 +121,10 @@ def refuse_skipping(state: TrainState, step: int, limit: int) -> None:
 
 
 def refuse_ruin(seen: Guard, run: Run, state: TrainState, step: int) -> None:
-    """Ends a finished run as failed if its state cannot be used.
+    """Raises TrainingFailed if the state of a finished run cannot be used.
 
-    Raises:
-        TrainingFailed: if the last steps were all skipped.
-        Diverged: with the symptom, if the last window was bad, or the state is not
-            finite.
+    The last steps were all skipped, or the last window was bad, or the state is not
+    finite.
     """
     few = min(run.config.loop.log_every, step)
     refuse_skipping(state, step, max(few, 1))

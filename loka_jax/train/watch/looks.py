@@ -5,7 +5,6 @@ operands    before a step, which is run without training: what its casts will do
 scales      after a step: amaxes that were far off their scales (`scale_watch`)
 """
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -51,9 +50,7 @@ class Looks:
         """Begins without a look; `say` takes a sentence on what was found."""
         self._say = say
         # Each waits for the device, and returns a progress with its look.
-        self._unread: collections.deque[Callable[[Progress], Progress]] = (
-            collections.deque()
-        )
+        self._unread: list[Callable[[Progress], Progress]] = []
         self._run: Run | None = None
         self._step: Callable[[TrainState, Batch], Look] | None = None
 
@@ -97,7 +94,7 @@ class Looks:
 
     def _read(self, progress: Progress, keep: int) -> Progress:
         while len(self._unread) > keep:
-            progress = self._unread.popleft()(progress)
+            progress = self._unread.pop(0)(progress)
         return progress
 
     def _with_operands(self, run: Run, look: Look, progress: Progress) -> Progress:
@@ -133,24 +130,19 @@ class Watched(NamedTuple):
 
 
 def watched(run: Run, progress: Progress) -> dict[str, Watched]:
-    """Returns what is looked at, by path.
-
-    That are the sites in FP8, and those that have drifted as they were before.
-    """
+    """Returns what is looked at: sites in FP8, and as they were, those that drifted."""
     before = {
         path: Decision(Choice.parse(site.left["choice"]), "before drift")
         for path, site in progress.drift.items()
         if site.left is not None
     }
-    sites = run.list_sites(run.plan.changed(before), scales_initialized=True)
-    return {
-        site.path: Watched(
-            dataclasses.replace(site.plan.backward_recipe, scales_initialized=False),
-            site.fp8_results,
-        )
-        for site in sites
-        if site.has_choice and site.is_fp8
-    }
+    found = {}
+    for site in run.list_sites(run.plan.changed(before), scales_initialized=True):
+        if site.has_choice and site.is_fp8:
+            recipe = site.plan.backward_recipe
+            recipe = dataclasses.replace(recipe, scales_initialized=False)
+            found[site.path] = Watched(recipe, site.fp8_results)
+    return found
 
 
 def look_step(
@@ -158,11 +150,10 @@ def look_step(
 ) -> Callable[[TrainState, Batch], Look] | None:
     """Returns the compiled look at some sites, by path; None without sites.
 
-    A site whose recipe is delayed but that has no scales, as it runs in bfloat16, is
-    looked at with those of a first step. Up to `MAX_EXAMPLES` are run that a device has
-    of a microbatch, so that a look takes no more memory than a step, and not much time.
-    The error of drhs is extrapolated to the whole batch. Gradients are those of its
-    mean loss, as in the step.
+    A site that has no delayed scales, as it runs in bfloat16, is looked at with those
+    of a first step. Up to `MAX_EXAMPLES` are run that a device has of a microbatch, so
+    that a look takes no more memory than a step, and not much time. The error of drhs
+    is extrapolated to the whole batch, and gradients are those of its mean loss.
     """
     if not sites:
         return None

@@ -172,13 +172,13 @@ def test_drawn_errors_are_corrected_by_what_was_seen_of_others():
     logs = np.log(list(factors.values()))
     for role in ROLES:
         for ratio in by_role[role].values():
-            expected = (logs.mean(), logs.std(ddof=1), 3)
+            spread = student.ppf(0.975, 2) * logs.std(ddof=1) * math.sqrt(1 + 1 / 3)
+            expected = logs.mean() + np.array([0, -spread, spread])
             np.testing.assert_allclose(ratio, expected, rtol=1e-6)
 
     own = review.own_errors(seen["a"], drawn["a"], by_role)
     assert own["drhs"]["fp8_rowwise"] == seen["a"]["drhs"]["fp8_rowwise"]
-    half = student.ppf(0.975, 2) * logs.std(ddof=1) * math.sqrt(1 + 1 / 3)
-    half = math.hypot(half, math.log(1.1))  # of the ratio, and of the draws
+    half = math.hypot(spread, math.log(1.1))  # of the ratio, and of the draws
     expected = 0.04 * np.exp(logs.mean() + np.array([0, -half, half]))
     found = own["drhs"]["fp8_blockwise"]["worst_row"]
     np.testing.assert_allclose(found, 4.0 * expected, rtol=1e-6)

@@ -9,7 +9,7 @@ import pytest
 
 from loka_jax.fp8 import fp8_max
 from loka_jax.probe import live_errors, site
-from loka_jax.probe.capture import Capture, at_step
+from loka_jax.probe.capture import Capture
 from loka_jax.probe.live_errors import empty_errors
 from loka_jax.probe.site import ProbeConfig, some_rows
 from loka_jax.recipe import get_recipe
@@ -149,10 +149,9 @@ def test_a_sample_has_the_reach_and_the_errors_of_all_rows():
     lhs[1, 2], g[2, 1] = -500.0, 70.0  # not among the rows kept
     recipes = (get_recipe("fp8_rowwise"),)
     capture = Capture(recipes=recipes, max_rows=10)
-    begun = at_step({"a": capture.init(M, K, N), "b": 7}, jnp.int32(64))
-    assert begun["b"] == 7
+    begun = jax.tree.map(lambda x: x + 64, capture.init(M, K, N))
     MEASURED.clear()
-    found = capture.observe(begun["a"], *map(jnp.asarray, (lhs, rhs, g)), SCALES)
+    found = capture.observe(begun, *map(jnp.asarray, (lhs, rhs, g)), SCALES)
     kept = found.operands
     np.testing.assert_array_equal(kept.g, g[::4])
     np.testing.assert_allclose(kept.scales, [0.0, 0.25, 0.0])
