@@ -174,9 +174,9 @@ type Ratios = dict[Role, dict[str, Interval]]
 
 def live_intervals(errors: LiveErrors, recipes: Sequence[str]) -> RoleErrors:
     """Returns the live errors of a site, of products seen in enough steps."""
-    moments = np.asarray(errors.moments, np.float64)
+    sums = np.asarray(errors.sums, np.float64)
     intervals: RoleErrors = {role: {} for role in ROLES}
-    for recipe, by_role in zip(recipes, moments, strict=True):
+    for recipe, by_role in zip(recipes, sums, strict=True):
         for role, by_measure in zip(ROLES, by_role, strict=True):
             weight, squares, *_ = by_measure[0]
             if weight**2 >= LEAST_STEPS * squares > 0:  # their effective number
@@ -253,11 +253,12 @@ def with_live(
     return dataclasses.replace(table, sites=entries)
 
 
-def _next_step(values: np.ndarray) -> Interval:
+def _next_step(sums: np.ndarray) -> Interval:
     """Returns the mean over steps, with the interval of another step's error."""
-    weight, squares, mean, m2 = values
-    deviation = math.sqrt(max(m2, 0.0) / (weight - squares / weight))
-    return next_value(float(mean), deviation, weight**2 / squares)
+    weight, squares, total, total_squares = map(float, sums)
+    m2 = max(total_squares - total**2 / weight, 0.0)
+    deviation = math.sqrt(m2 / (weight - squares / weight))
+    return next_value(total / weight, deviation, weight**2 / squares)
 
 
 def _log_ratios(

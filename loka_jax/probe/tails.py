@@ -32,7 +32,7 @@ class Tails(NamedTuple):
     """Statistics of all elements seen so far.
 
     Attributes:
-        values: float32, in the order of `_FIELDS`; read them by the properties.
+        values: float32, in the order of `_FIELDS`; `read` names them.
     """
 
     values: Float[Array, "10"]
@@ -40,52 +40,33 @@ class Tails(NamedTuple):
     @property
     def count(self) -> Float[Array, ""]:
         """The number of elements."""
-        return self._value("count")
+        return self.values[0]
 
     @property
     def mean(self) -> Float[Array, ""]:
         """The mean of all elements."""
-        return self._value("mean")
+        return self.values[1]
 
-    @property
-    def variance(self) -> Float[Array, ""]:
-        """The variance of all elements."""
-        return self._value("m2") / jnp.maximum(self.count, 1)
+    def read(self) -> dict[str, Float[Array, ""]]:
+        """Returns the statistics by name.
 
-    @property
-    def kurtosis(self) -> Float[Array, ""]:
-        """`n M4 / M2^2`; 0 if the variance is 0."""
-        m2, m4 = self._value("m2"), self._value("m4")
-        safe = jnp.where(m2 > 0, m2, 1.0)
-        return jnp.where(m2 > 0, self.count * (m4 / safe) / safe, 0.0)
-
-    @property
-    def amax(self) -> Float[Array, ""]:
-        """The largest magnitude."""
-        return self._value("amax")
-
-    @property
-    def last_amax(self) -> Float[Array, ""]:
-        """The largest magnitude of the last batch or microbatch."""
-        return self._value("last_amax")
-
-    @property
-    def underflow_rate(self) -> Float[Array, ""]:
-        """The share of elements that become zero only in FP8."""
-        return self._value("flushed") / jnp.maximum(self.count, 1)
-
-    @property
-    def saturation_rate(self) -> Float[Array, ""]:
-        """The share of elements beyond the largest magnitude that the scale allows."""
-        return self._value("clipped") / jnp.maximum(self.count, 1)
-
-    @property
-    def amax_ratio(self) -> Float[Array, ""]:
-        """The last batch's amax over the one that its scale was made for.
-
-        0 before any cast.
+        mean, deviation, kurtosis (0 if the variance is), amax; last_amax, of the last
+        batch or microbatch; underflow, saturation: the shares of elements that become
+        zero only in FP8, and that are beyond what the scale allows; amax_ratio: the
+        last batch's amax over the one that its scale was made for.
         """
-        return self._value("amax_ratio")
+        names = ("amax", "last_amax", "amax_ratio")
+        count = jnp.maximum(self.count, 1)
+        m2, m4, flushed, clipped = map(self._value, ("m2", "m4", "flushed", "clipped"))
+        safe = jnp.where(m2 > 0, m2, 1.0)
+        return {
+            "mean": self.mean,
+            "deviation": jnp.sqrt(m2 / count),
+            "kurtosis": jnp.where(m2 > 0, self.count * (m4 / safe) / safe, 0.0),
+            **{name: self._value(name) for name in names},
+            "underflow": flushed / count,
+            "saturation": clipped / count,
+        }
 
     def _value(self, name: str) -> Float[Array, ""]:
         return self.values[_FIELDS.index(name)]

@@ -8,7 +8,6 @@ show here.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -136,7 +135,16 @@ def losses(
 
     `recipes` are those of sites that run otherwise, by path.
     """
-    step = jax.jit(_loss_step(run, recipes))
+    model = run.model.clone(recipe="bf16")
+
+    @jax.jit
+    def step(state: TrainState, batch: Batch) -> tuple[Array, Array]:
+        with nn.overriding(recipes):
+            logits = logits_of(model, run.placement.tables, state, batch)
+        labels, weights = tasks.labels_and_weights(batch)
+        labels = labels.astype(logits.dtype)
+        return optax.sigmoid_binary_cross_entropy(logits, labels), weights
+
     parts = jax.device_get([step(state, batch) for batch in batches])
     values, weights = (np.concatenate(part) for part in zip(*parts, strict=True))
     return shared(values, weights, run.config.optim.task_weights)
@@ -161,22 +169,6 @@ def shared(
     if task_weights:
         shares = shares * np.asarray(task_weights)
     return Losses(np.where(weights > 0, values, 0.0), shares)
-
-
-def _loss_step(
-    run: Run, recipes: Mapping[str, str | Choice]
-) -> Callable[[TrainState, Batch], tuple[Array, Array]]:
-    """Returns a step that returns losses and weights, [B] or [B, T]."""
-    model = run.model.clone(recipe="bf16")
-
-    def step(state: TrainState, batch: Batch) -> tuple[Array, Array]:
-        with nn.overriding(recipes):
-            logits = logits_of(model, run.placement.tables, state, batch)
-        labels, weights = tasks.labels_and_weights(batch)
-        labels = labels.astype(logits.dtype)
-        return optax.sigmoid_binary_cross_entropy(logits, labels), weights
-
-    return step
 
 
 def compare(plain: Losses, changed: Losses) -> Effect:
@@ -207,7 +199,7 @@ def refusals(
 ) -> dict[str, str]:
     """Returns the sites to give up in FP8, and why, for the plan to be accepted.
 
-    The sites with the largest effects by themselves, until the upper end of the rise
+    Those with the largest effects by themselves go, until the upper end of the rise
     that the others cause together is below the limit.
     """
     left = {p: choice for p, choice in plan.choices if choice.recipe.fwd is not None}
@@ -225,29 +217,25 @@ def refusals(
         if reason is None:
             break
         alone = alone or {path: effect_of({path: x}) for path, x in left.items()}
-        worst = max(left, key=lambda path: _upper(alone[path]))
+        highs = {
+            path: np.nan_to_num(x.rise.high, nan=np.inf) for path, x in alone.items()
+        }
+        worst = max(left, key=highs.__getitem__)
         refused[worst] = f"{reason}; here by {alone[worst].rise.mean:.4%}"
         say(f"{worst}: {refused[worst]}")
         del left[worst]
     return refused
 
 
-def _upper(effect: Effect) -> float:
-    return math.inf if math.isnan(effect.rise.high) else effect.rise.high
-
-
 def _with_current_scales(choice: Choice) -> Choice:
     def current(gemm: GemmRecipe | None) -> GemmRecipe | None:
         if gemm is None:
             return None
-        first, second = (
-            dataclasses.replace(cast, scaling="current")
-            for cast in (gemm.first, gemm.second)
-        )
-        return dataclasses.replace(gemm, first=first, second=second)
+        casts = {"first": gemm.first, "second": gemm.second}
+        casts = {k: dataclasses.replace(x, scaling="current") for k, x in casts.items()}
+        return dataclasses.replace(gemm, **casts)
 
-    recipe = choice.recipe
-    if not recipe.is_delayed:
-        return choice
-    gemms = {role: current(recipe.gemm(role)) for role in ROLES}
-    return dataclasses.replace(choice, recipe=dataclasses.replace(recipe, **gemms))
+    gemms = {role: current(choice.recipe.gemm(role)) for role in ROLES}
+    return dataclasses.replace(
+        choice, recipe=dataclasses.replace(choice.recipe, **gemms)
+    )

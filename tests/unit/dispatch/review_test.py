@@ -117,13 +117,11 @@ SIZES = np.array([[1.0, 3.0, 7.0], [2.0, 5.0, 11.0], [1.5, 4.0, 9.0]])  # role, 
 def _steps(values, decay=1.0):
     """Returns the errors of steps: these of the second recipe's fwd in relative L2."""
     values, weights = np.asarray(values), decay ** np.arange(len(values))[::-1]
-    moments = np.zeros((2, 3, 3, 4))
-    if len(values):
-        mean = np.average(values, weights=weights)
-        moments[1, ..., 0], moments[1, ..., 1] = weights.sum(), (weights**2).sum()
-        moments[1, ..., 2] = mean * SIZES
-        moments[1, ..., 3] = np.sum(weights * (values - mean) ** 2) * SIZES**2
-    return LiveErrors(np.float32(len(values)), moments)
+    sums = np.zeros((2, 3, 3, 4))
+    sums[1, ..., 0], sums[1, ..., 1] = weights.sum(), (weights**2).sum()
+    sums[1, ..., 2] = np.sum(weights * values) * SIZES
+    sums[1, ..., 3] = np.sum(weights * values**2) * SIZES**2
+    return LiveErrors(np.float32(len(values)), sums)
 
 
 def _errors_live(value, recipe="fp8_rowwise", low=0.9, high=1.2):

@@ -33,7 +33,7 @@ def _measures(relative_l2, worst_row=0.1, mere=0.4):
 )
 def test_verdicts(found, speedup, limits, expected, reason):
     verdict = judge(_measures(found), speedup, limits)
-    assert verdict == (*expected, reason)
+    assert tuple(verdict.values()) == (*expected, reason)
 
 
 def test_a_candidate_is_judged_by_drawn_operands_and_told_of_others():
@@ -81,7 +81,7 @@ def test_statistics_are_summarized():
     stats = stats._replace(lhs=stats.lhs._replace(moments=moments, tails=tails))
     lhs = summary.summarize(stats)["lhs"]
     np.testing.assert_allclose(lhs.pop("spectrum"), [9.0, 4.0, 1.0, 0.0])
-    expected = {"rows": 100, "mean_norm": 5, "effective_rank": 14**2 / (81 + 16 + 1)}
+    expected = {"effective_rank": 14**2 / (81 + 16 + 1)}
     expected |= {"mean": 2, "amax": 6, "deviation": 0.3**0.5}
     expected |= {"underflow": 0.8, "saturation": 0.9}
     assert {name: lhs[name] for name in expected} == pytest.approx(expected)

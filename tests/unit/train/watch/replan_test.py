@@ -130,10 +130,11 @@ def run(tmp_path_factory):
 
 def seen(steps=9.0, **errors):
     """Returns statistics of Probe with these mean errors of all products, by path."""
-    probe, shape = {}, live_errors.empty_errors(1).moments.shape
+    probe, shape = {}, live_errors.empty_errors(1).sums.shape
     for path, value in errors.items():
-        moments = np.broadcast_to([steps, steps, value, 0.0], shape)
-        stats = SiteStats(None, None, None, live_errors.LiveErrors(steps, moments))
+        sums = np.array([steps, steps, steps * value, steps * value**2])
+        errors = live_errors.LiveErrors(steps, np.broadcast_to(sums, shape))
+        stats = SiteStats(None, None, None, errors)
         group, name = path.split("/")
         probe.setdefault(group, {})[name] = {"stats": stats}
     return probe
