@@ -150,7 +150,7 @@ def merge(stats: SiteStats, batch: SiteStats, decay: float = 1.0) -> SiteStats:
     def rows(a: Rows, b: Rows) -> Rows:
         factor = jnp.where(b.moments.count > 0, decay, 1.0)
         return Rows(
-            moments.merge(moments.decay(a.moments, factor), b.moments),
+            moments.merge(a.moments, b.moments, factor),
             factor * a.norms + b.norms,
             tails.merge(a.tails, b.tails),
         )
@@ -176,26 +176,18 @@ def some_rows(x: Float[Array, "m k"], limit: int) -> Float[Array, "r k"]:
 
 
 def _rows(earlier: Rows, x: Float[Array, "m k"], scale_inv, axis_names) -> Rows:
-    """Returns the statistics of the rows of all devices.
-
-    Those of a device whose rows are not finite are left out.
-    """
+    """Returns the statistics of the rows of all devices, empty if not finite."""
     if x.shape[0] == 0:
-        own = jax.tree.map(jnp.zeros_like, earlier)
-    else:
-        own = Rows(
-            moments.moments_of(x, earlier.moments.scatter.shape[-1]),
-            row_norms.norms_of(x, earlier.moments.mean),
-            _tails(earlier.tails, x, scale_inv, axis_names),
-        )
-        # `_tails` returns a count of zero for rows that are not finite.
-        is_finite = own.tails.count > 0
-        own = jax.tree.map(lambda value: jnp.where(is_finite, value, 0.0), own)
-    return Rows(
-        moments.merge_over_devices(own.moments, axis_names),
-        jax.lax.psum(own.norms, axis_names) if axis_names else own.norms,
-        tails.merge_over_devices(own.tails, axis_names),
+        return jax.tree.map(jnp.zeros_like, earlier)
+    norms = row_norms.norms_of(x, earlier.moments.mean)
+    batch = Rows(
+        moments.moments_of(x, earlier.moments.scatter.shape[-1], axis_names),
+        jax.lax.psum(norms, axis_names),
+        _tails(earlier.tails, x, scale_inv, axis_names),
     )
+    # `_tails` returns a count of zero for rows that are not finite.
+    is_finite = batch.tails.count > 0
+    return jax.tree.map(lambda value: jnp.where(is_finite, value, 0.0), batch)
 
 
 def _tails(
@@ -213,6 +205,7 @@ def _tails(
         scale_inv = current
     else:
         scale_inv = jnp.where(scale_inv > 0, scale_inv, current)
-    batch = tails.tails_of(x, fp8.cast(x, scale_inv, E4M3), centre=earlier.mean)
+    cast, centre = fp8.cast(x, scale_inv, E4M3), earlier.mean
+    batch = tails.tails_of(x, cast, centre=centre, axis_names=axis_names)
     is_finite = jnp.all(jnp.isfinite(batch.values))
     return Tails(jnp.where(is_finite, batch.values, 0.0))

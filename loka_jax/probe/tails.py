@@ -10,7 +10,6 @@ All are stored in one vector: each separate array would cost a kernel or two ins
 training step, and time to pass it in and out of every step.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -82,28 +81,30 @@ def tails_of(
     cast: Fp8Array,
     *,
     centre: Float[Array, ""] | float = 0.0,
+    axis_names: tuple[str, ...] = (),
 ) -> Tails:
     """Returns the tails of an array that is not empty, and the effects of its cast.
 
     Args:
         centre: the point about which powers are summed: near the mean, if the mean is
             many standard deviations from zero.
+        axis_names: mesh axes over which the rows of the array are spread.
     """
-    count = float(x.size)
+    count = jax.lax.psum(jnp.float32(x.size), axis_names)
     deviation = x.astype(jnp.float32) - centre
     terms = [deviation, deviation**2, deviation**3, deviation**4]
     reach = fp8.fp8_max(cast.data.dtype) * cast.scale_inv
     terms.append((x != 0) & (cast.data.astype(jnp.float32) == 0))
     terms.append(jnp.abs(x.astype(jnp.float32)) > jnp.broadcast_to(reach, x.shape))
-    t1, t2, t3, t4, flushed, clipped = _sums(*terms)
+    t1, t2, t3, t4, flushed, clipped = jax.lax.psum(_sums(*terms), axis_names)
     d = t1 / count
     m2 = jnp.where(t2 - d * t1 > _NO_VARIANCE * t2, t2 - d * t1, 0.0)
     m3 = t3 - 3 * d * t2 + 2 * d**2 * t1
     m4 = t4 - 4 * d * t3 + 6 * d**2 * t2 - 3 * d**3 * t1
-    amax = amax_of(x)
+    amax = fp8.amax_over_devices(amax_of(x), axis_names)
     ratio = amax / jnp.max(reach)
     values = (centre + d, m2, m3, m4, amax, amax, flushed, clipped, ratio)
-    return Tails(jnp.stack([jnp.float32(count), *values]))
+    return Tails(jnp.stack([count, *values]))
 
 
 def amax_of(x: Float[Array, "m k"]) -> Float[Array, ""]:
@@ -135,19 +136,6 @@ def merge(a: Tails, b: Tails) -> Tails:
         jnp.where(has_b, ratio_b, ratio_a),
     )
     return Tails(jnp.stack(merged))
-
-
-def merge_over_devices(tails: Tails, axis_names: tuple[str, ...]) -> Tails:
-    """Returns the tails of the elements of all devices along some mesh axes."""
-    if not axis_names:
-        return tails
-    gathered = jax.lax.all_gather(tails.values, axis_names)
-    gathered = gathered.reshape(-1, len(_FIELDS))
-    merged = functools.reduce(merge, map(Tails, gathered)).values
-    for name in ("last_amax", "amax_ratio"):
-        index = _FIELDS.index(name)
-        merged = merged.at[index].set(jnp.max(gathered[:, index]))
-    return Tails(merged)
 
 
 def _sums(*terms: Array) -> Float[Array, "t"]:

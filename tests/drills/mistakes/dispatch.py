@@ -138,15 +138,15 @@ MISTAKES = [
     Mistake(
         "decayed moments keep their scatter",
         f"{_PROBE}/moments.py",
-        "scatter=factor * moments.scatter",
-        "scatter=moments.scatter",
+        "before, scatter = decay * a.count, decay * a.scatter",
+        "before, scatter = decay * a.count, a.scatter",
         "unit/probe/moments_test.py",
     ),
     Mistake(
-        "devices' means count alike, however many their rows",
+        "the scatter of a device is about its own mean",
         f"{_PROBE}/moments.py",
-        "jax.lax.psum(moments.count * moments.mean, axis_names)",
-        "jax.lax.pmean(moments.mean, axis_names) * count",
+        "jax.lax.pmean(jnp.mean(rows, axis=0), axis_names)",
+        "jnp.mean(rows, axis=0)",
         "unit/probe/moments_test.py",
     ),
     Mistake(
@@ -159,8 +159,8 @@ MISTAKES = [
     Mistake(
         "the last amax of devices is that of the last device",
         f"{_PROBE}/tails.py",
-        'for name in ("last_amax", "amax_ratio"):',
-        'for name in ("amax_ratio",):',
+        "amax = fp8.amax_over_devices(amax_of(x), axis_names)",
+        "amax = amax_of(x)",
         "unit/probe/tails_test.py",
     ),
     Mistake(

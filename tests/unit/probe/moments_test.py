@@ -59,16 +59,20 @@ def test_rows_in_parts_give_the_moments_of_one_pass(max_bytes, monkeypatch):
 
 
 def test_devices_together_give_the_moments_of_one_pass():
-    rows, weights = _rows(60).reshape(3, 20, K), np.float32([1.0, 0.5, 2.0])
+    rows = _rows(60).reshape(3, 20, K)
 
     @functools.partial(jax.vmap, axis_name="data", out_axes=None)
-    def together(rows, weight):
-        own = moments.decay(moments_of(rows, 3), weight)
-        return moments.merge_over_devices(own, ("data",))
+    def together(rows):
+        return moments_of(rows, 3, ("data",))
 
-    _check(jax.jit(together)(rows, weights), rows.reshape(-1, K), weights.repeat(20))
-    alone = moments_of(rows[0], 3)
-    assert moments.merge_over_devices(alone, ()) is alone
+    _check(jax.jit(together)(rows), rows.reshape(-1, K))
+
+
+def test_earlier_rows_count_less_by_a_decay():
+    earlier, later = _rows(20), _rows(40, seed=1)
+    merged = _merge(_of(earlier, 3), _of(later, 3), 0.5)
+    weights = np.repeat([0.5, 1.0], [20, 40])
+    _check(merged, np.concatenate([earlier, later]), weights)
 
 
 SIZE = 3  # of blocks: two are full, and two features of the third are padding
