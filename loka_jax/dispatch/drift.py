@@ -56,30 +56,18 @@ class Rule(NamedTuple):
 
 # Growth of 1.05 a step, 2^0.07, is off after 45 steps. The largest that was seen in
 # healthy training is 74 times in 770 steps, 2^0.008 a step: a column of
-# `fp8_mlperf_dcnv2` in bfloat16, at batches of 8,192 rows.
-_GROWTH, _PACE_OF_SIZES = 2.7, 0.01
-# Gradients shrink as a model learns, so that a fall counts from 1/64 on.
-_FALL_OF_SIZES = 6.0
+# `fp8_mlperf_dcnv2` in bfloat16, at batches of 8,192 rows. Gradients shrink as a model
+# learns, so that a fall counts from 1/64 on.
+_SIZES = 2.7, 6.0, 0.01
 # An error twice its limit, or twice what it was if that was above. A tenth of all rows
 # or columns lost is above what any limit on errors allows.
+_ERRORS, _LOSSES = (1.0, math.inf, 0.0), (0.1, math.inf, 0.0)
 RULES = {
-    "error": Rule(
-        1.0, math.inf, 0.0, "the error of its {name} is {factor:.3g} times its limit"
-    ),
-    "flushed": Rule(
-        0.1, math.inf, 0.0, "rows or columns of {name} lose {value:.0%} to zeros"
-    ),
-    "level": Rule(
-        _GROWTH,
-        _FALL_OF_SIZES,
-        _PACE_OF_SIZES,
-        "{name} is {times:.3g} times its usual size",
-    ),
+    "error": Rule(*_ERRORS, "the error of its {name} is {factor:.3g} times its limit"),
+    "flushed": Rule(*_LOSSES, "rows or columns of {name} lose {value:.0%} to zeros"),
+    "level": Rule(*_SIZES, "{name} is {times:.3g} times its usual size"),
     "peak": Rule(
-        _GROWTH,
-        _FALL_OF_SIZES,
-        _PACE_OF_SIZES,
-        "the largest column of {name} is {times:.3g} times its usual size",
+        *_SIZES, "the largest column of {name} is {times:.3g} times its usual size"
     ),
 }
 _ERROR = list(RULES).index("error")
@@ -188,17 +176,6 @@ def _describe(excess: Measures, measures: Measures, change: Measures) -> str:
         factor=2.0 ** float(measures[place]),
         times=2.0 ** float(change[place]),
     )
-
-
-def after_look(
-    sites: Mapping[str, SiteDrift], measures: Mapping[str, Measures], steps: int
-) -> dict[str, SiteDrift]:
-    """Returns what is known of sites after a look, so many steps after the last one."""
-    seen = {
-        path: sites.get(path, SiteDrift()).after(measured, steps)
-        for path, measured in measures.items()
-    }
-    return {**sites, **seen}
 
 
 def after_change(

@@ -22,7 +22,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -48,18 +47,6 @@ from loka_jax.site import Choice
 LEAST_STEPS = 3.0  # observed steps, below which errors are not judged
 
 
-class Review(NamedTuple):
-    """Decisions that replace those of a plan, by path, with their reasons.
-
-    Attributes:
-        demoted: of the sites whose FP8 is not accurate enough.
-        promoted: of the sites with faster FP8.
-    """
-
-    demoted: Mapping[str, Decision]
-    promoted: Mapping[str, Decision]
-
-
 @dataclasses.dataclass(frozen=True)
 class Reviewer:
     """Reviews the plans of a model.
@@ -81,10 +68,10 @@ class Reviewer:
         plan: DispatchPlan,
         errors: Mapping[str, RoleErrors],
         demoted_before: Collection[str] = (),
-    ) -> Review:
-        """Returns what live errors of sites change in the plan that runs.
+    ) -> tuple[dict[str, Decision], dict[str, Decision]]:
+        """Returns the demoted and the promoted sites of the plan that runs, by path.
 
-        Nothing at sites that rules decide.
+        None are sites that rules decide.
 
         Args:
             errors: by path, of the sites to review (`live_intervals`).
@@ -106,7 +93,7 @@ class Reviewer:
                 promoted[path] = best._replace(reason=reason)
         demoted |= self._followers(demoted, plan, within)
         promoted |= self._followers(promoted, plan, within)
-        return Review(demoted, {p: x for p, x in promoted.items() if p not in demoted})
+        return demoted, {p: x for p, x in promoted.items() if p not in demoted}
 
     def _followers(
         self,

@@ -29,7 +29,7 @@ from loka_jax.ops.plan import resolve
 from loka_jax.ops.products import Products
 from loka_jax.ops.run_site import SiteArrays, run_site
 from loka_jax.probe.live_errors import Operands
-from loka_jax.quality import Measure
+from loka_jax.quality import MEASURES, Measure
 from loka_jax.recipe import (
     OPERANDS,
     ROLE_OPERANDS,
@@ -160,12 +160,8 @@ def _run_role(
 def errors(
     ref: Float[Array, "m n"], x: Float[Array, "m n"]
 ) -> dict[Measure, Float[Array, ""]]:
-    """Returns the errors of a product, the worst row's as its relative L2."""
-    return {
-        "relative_l2": quality.relative_l2(ref, x),
-        "worst_row": 10 ** (-quality.worst_slice_sqnr(ref, x) / 20),
-        "mere": quality.mere(ref, x),
-    }
+    """Returns the errors of a product."""
+    return {measure: getattr(quality, measure)(ref, x) for measure in MEASURES}
 
 
 def product(

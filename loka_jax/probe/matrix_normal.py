@@ -62,21 +62,18 @@ def empty_weights(k: int, n: int) -> MatrixNormal:
 
 
 def update(
-    state: MatrixNormal,
-    w: Float[Array, "k n"],
-    *,
-    moves_covariances: bool = True,
+    state: MatrixNormal, w: Float[Array, "k n"], *, moves_covariances: bool = True
 ) -> MatrixNormal:
     """Returns the state after one more weight; one that is not finite is ignored.
 
-    The first weight only sets the mean.
-
-    Args:
-        moves_covariances: False updates only the mean, at a fraction of the cost.
+    The first weight only sets the mean. Without `moves_covariances` only the mean is
+    updated, at a fraction of the cost.
     """
     w = w.astype(jnp.float32)
     deviation = w - state.mean
-    mean = state.mean + _rate(state.steps) * deviation
+    # The weight's share of a bias-corrected average.
+    share = (1 - _MEAN_MOMENTUM) / (1 - _MEAN_MOMENTUM ** (state.steps + 1))
+    mean = state.mean + share * deviation
     deviation = deviation * ((1 + _MEAN_MOMENTUM) / 2) ** 0.5
     is_finite = jnp.isfinite(jnp.sum(w))
     after = state._replace(steps=state.steps + 1, mean=mean)
@@ -86,11 +83,6 @@ def update(
     return _where(is_finite, after, state)
 
 
-def _rate(count: Float[Array, ""]) -> Float[Array, ""]:
-    """Returns the next weight's share of a bias-corrected average of `count`."""
-    return (1 - _MEAN_MOMENTUM) / (1 - _MEAN_MOMENTUM ** (count + 1))
-
-
 def _where(condition, a: MatrixNormal, b: MatrixNormal) -> MatrixNormal:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
@@ -98,18 +90,15 @@ def _where(condition, a: MatrixNormal, b: MatrixNormal) -> MatrixNormal:
 def _flip_flop(state: MatrixNormal, deviation) -> MatrixNormal:
     """Returns the state with U and V updated by a weight's deviation from the mean."""
     k, n = deviation.shape
-    row_size, column_size = state.rows.shape[-1], state.columns.shape[-1]
     # A single weight has too few rows or columns to determine U and V, so both start as
     # those of independent elements, which count as `prior` weights.
-    independent = jnp.mean(deviation * deviation) * _identity_like(n, state.columns)
+    independent = jnp.mean(deviation * deviation) * _identity(n)
     columns = jnp.where(state.moves == 0, independent, state.columns)
     prior = _PRIOR * max(k / n, n / k)
     rate = jnp.maximum(1 - _MOMENTUM, 1 / (state.moves + 1 + prior))
-    estimate = _gram(_whiten(deviation, columns), row_size) / n
-    rows = (1 - rate) * state.rows + rate * estimate
+    rows = (1 - rate) * state.rows + rate * (_gram(_whiten(deviation, columns)) / n)
     rows = rows * (k / jnp.trace(rows, axis1=1, axis2=2).sum())
-    estimate = _gram(_whiten(deviation.T, rows), column_size) / k
-    columns = (1 - rate) * columns + rate * estimate
+    columns = (1 - rate) * columns + rate * (_gram(_whiten(deviation.T, rows)) / k)
     return state._replace(moves=state.moves + 1, rows=rows, columns=columns)
 
 
@@ -120,19 +109,14 @@ def _whiten(x: Float[Array, "p q"], covariance: Float[Array, "b s s"]):
     return blocks.join(whitened, x.shape[1])
 
 
-def _gram(x: Float[Array, "p q"], size: int) -> Float[Array, "b s s"]:
+def _gram(x: Float[Array, "p q"]) -> Float[Array, "b s s"]:
     """Returns the blocks of `x x^T`."""
-    parts = blocks.split(x.T, size)  # [q, b, s]
+    parts = blocks.split(x.T, blocks.block_size(x.shape[0]))  # [q, b, s]
     return jnp.einsum("qbs,qbt->bst", parts, parts, precision="highest")
 
 
 def _identity(k: int) -> Float[Array, "b s s"]:
-    size = blocks.block_size(k)
-    like = jnp.zeros((-(-k // size), size, size), jnp.float32)
-    return _identity_like(k, like)
-
-
-def _identity_like(k: int, like: Float[Array, "b s s"]) -> Float[Array, "b s s"]:
     """Returns the identity over k features, with zeros in the padding of a block."""
-    diagonal = blocks.split(jnp.ones((k,), jnp.float32), like.shape[-1])
-    return diagonal[:, :, None] * jnp.eye(like.shape[-1], dtype=jnp.float32)[None]
+    size = blocks.block_size(k)
+    diagonal = blocks.split(jnp.ones((k,), jnp.float32), size)
+    return diagonal[:, :, None] * jnp.eye(size, dtype=jnp.float32)[None]

@@ -53,19 +53,15 @@ def sample_rows(
     key: Key[Array, ""],
     moments: Moments,
     m: int,
-    norms: Float[Array, "bins"] | None = None,
+    norms: Float[Array, "bins"],
 ) -> Float[Array, "m k"]:
-    """Returns m rows with the learned mean and covariance, float32.
-
-    Rows are Gaussian, as in the paper, if no norms are given.
-    """
+    """Returns m rows with the learned mean, covariance and norms, float32."""
     (k,), (b, s, _) = moments.mean.shape, moments.scatter.shape
     z_key, scale_key = jax.random.split(key)
     z = jax.random.normal(z_key, (m, b, s))
     drawn = blocks.join(blocks.times(z, blocks.factor(moments.covariance)), k)
-    if norms is not None:
-        drawn = drawn * sample_scales(scale_key, norms, m)[:, None]
-    return moments.mean[None] + drawn
+    scales = sample_scales(scale_key, norms, m)
+    return moments.mean[None] + drawn * scales[:, None]
 
 
 def sample_weight(key: Key[Array, ""], normal: MatrixNormal) -> Float[Array, "k n"]:

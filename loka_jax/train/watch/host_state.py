@@ -75,19 +75,15 @@ class Progress:
         Raises:
             ValueError: for other values.
         """
-        names = {field.name for field in dataclasses.fields(cls)}
-        missing = ", ".join(sorted(names - jsonfile.as_dict(data).keys()))
         try:
-            read = jsonfile.typed(data, cls)
-            reason = missing and f"{missing} is missing"
+            for name in {field.name for field in dataclasses.fields(cls)} - {*data}:
+                raise ValueError(f"{name} is missing")
+            return jsonfile.typed(data, cls)
         except ValueError as error:
-            reason = str(error)
-        if reason:
             raise ValueError(
-                f"the checkpoint has no progress of this version ({reason}): use the "
+                f"the checkpoint has no progress of this version ({error}): use the "
                 "version of loka_jax that wrote it."
-            )
-        return read
+            ) from None
 
 
 class Moment(NamedTuple):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax.data import Batch
-from loka_jax.dispatch.drift import after_look
+from loka_jax.dispatch.drift import SiteDrift
 from loka_jax.dispatch.operand_health import health
 from loka_jax.dispatch.policy import Decision
 from loka_jax.measure.compiling import untuned_here
@@ -64,7 +64,7 @@ class Looks:
             return progress
         look = self._step(state, batch)
         self._unread.append(functools.partial(self._with_operands, run, look))
-        return self._read(progress, _MAX_UNREAD)
+        return self.read(progress, keep=_MAX_UNREAD)
 
     def after_step(
         self, run: Run, state: TrainState, progress: Progress, batch: Batch
@@ -82,27 +82,27 @@ class Looks:
             skipped=state.skipped,
         )
         self._unread.append(functools.partial(self._with_scales, run, look))
-        return self._read(progress, _MAX_UNREAD)
+        return self.read(progress, keep=_MAX_UNREAD)
 
-    def read(self, progress: Progress) -> Progress:
-        """Returns the progress with all looks, after waiting for the device."""
-        return self._read(progress, 0)
+    def read(self, progress: Progress, keep: int = 0) -> Progress:
+        """Returns the progress with all looks but the newest, waiting for the device.
+
+        `keep` is the number of looks that are left unread.
+        """
+        while len(self._unread) > keep:
+            progress = self._unread.pop(0)(progress)
+        return progress
 
     def drop(self) -> None:
         """Forgets unread looks, for a run that goes back to a step before them."""
         self._unread.clear()
 
-    def _read(self, progress: Progress, keep: int) -> Progress:
-        while len(self._unread) > keep:
-            progress = self._unread.pop(0)(progress)
-        return progress
-
     def _with_operands(self, run: Run, look: Look, progress: Progress) -> Progress:
-        before, every = progress.drift, run.config.probe.look_every
-        drift = after_look(before, jax.device_get(look), every)
-        for path, site in drift.items():
-            was_above = path in before and before[path].is_long_above
-            if site.is_long_above and not was_above:
+        drift, every = dict(progress.drift), run.config.probe.look_every
+        for path, measures in jax.device_get(look).items():
+            before = drift.get(path, SiteDrift())
+            drift[path] = site = before.after(measures, every)
+            if site.is_long_above and not before.is_long_above:
                 self._say(
                     f"{path}: errors of its FP8 have been above their limit in most "
                     f"looks, by less than twice: --dispatch.rules {path}=bf16 ends it."

@@ -166,8 +166,8 @@ MISTAKES = [
     Mistake(
         "the columns of a weight are whitened by its rows before these are updated",
         f"{_PROBE}/matrix_normal.py",
-        "_gram(_whiten(deviation.T, rows), column_size)",
-        "_gram(_whiten(deviation.T, state.rows), column_size)",
+        "_gram(_whiten(deviation.T, rows))",
+        "_gram(_whiten(deviation.T, state.rows))",
         "unit/probe/matrix_normal_test.py",
     ),
     Mistake(

@@ -16,7 +16,6 @@ from loka_jax.dispatch.drift import (
     SETTLING,
     SiteDrift,
     after_change,
-    after_look,
 )
 
 MEASURES = list(RULES)
@@ -123,15 +122,14 @@ def test_a_jump_to_where_a_size_stays_is_no_drift_and_two_in_a_row_are(
 def test_an_error_long_above_its_limit_is_told_of_once():
     within, above = changed(error=(slice(None), -0.3)), changed(error=(1, 0.3))
     within = np.maximum(within, np.where(np.isin(MEASURES, "error"), 0.0, -np.inf))
-    sites, told = {}, []
+    site, told = SiteDrift(), []
     for found in [*[within, above] * 20, *[above, above, within] * 20]:
-        sites = after_look(sites, {"a": found, "b": within}, 64)
-        told.append([path for path, x in sites.items() if x.is_long_above])
-    assert not any(x.has_drifted for x in sites.values())
-    first = told.index(["a"])  # and it stays
-    assert first >= 40 + LONG and told == [[]] * first + [["a"]] * (100 - first)
-    left = after_change(sites, {"a": {}}, ())["a"]
-    assert not left.is_long_above
+        site = site.after(found, 64)
+        told.append(site.is_long_above)
+    first = told.index(True)  # and it stays
+    assert not site.has_drifted and first >= 40 + LONG and all(told[first:])
+    assert not fed([within] * 99, SiteDrift()).is_long_above
+    assert not after_change({"a": site}, {"a": {}}, ())["a"].is_long_above
 
 
 def test_what_is_not_measured_changes_nothing():
@@ -154,12 +152,12 @@ def test_a_site_returns_when_its_operands_do_and_waits_longer_each_time():
     for time in range(3):
         for _ in range(LOOKS):
             assert not drifted()
-            sites = after_look(sites, {"a": BAD, "b": USUAL}, 0)
+            sites = {"a": fed([BAD], sites["a"]), "b": fed([USUAL], sites["b"])}
         assert list(drifted()) == ["a"] and "rhs" in drifted()["a"]
         sites, waited = after_change(sites, {"a": {"choice": "x"}}, ()), 0
         assert sites["a"].left == {"choice": "x"} and not drifted()
         while not sites["a"].is_back:
-            sites, waited = after_look(sites, {"a": USUAL}, 0), waited + 1
+            sites["a"], waited = fed([USUAL], sites["a"]), waited + 1
         assert waited == HOME_LOOKS * 2**time
         sites = after_change(sites, {}, ["a"])
         assert sites["a"].left is None and sites["a"].off == 0
