@@ -29,7 +29,7 @@ from loka_jax.fp8 import Fp8Array
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
 from loka_jax.ops.tailed_products import unit_of_fp8
-from loka_jax.probe.live_errors import Operands, blocks, casts
+from loka_jax.probe.live_errors import Operands, blocks, quantized
 from loka_jax.recipe import OPERANDS, ROLE_OPERANDS, ROLES, Recipe, Role
 from loka_jax.site import Choice, SiteSpec
 
@@ -66,9 +66,8 @@ def health(
         if recipe.gemm(role) is None:
             excess.append(nothing)
             continue
-        views, arrays = [], blocks(operands, role)
-        for cast, x in zip(casts(operands, role, recipe), arrays, strict=True):
-            views.append(cast(x))
+        arrays = blocks(operands, role)
+        views = quantized(operands, role, recipe, *arrays)
         for name, x, view in zip(ROLE_OPERANDS[role], arrays, views, strict=True):
             flushed[name].append(_flushed(x, view.dequantize()))
         if role in fp8_results:

@@ -21,17 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from loka_jax import fp8, quality, scaling
+from loka_jax import quality, scaling
 from loka_jax.measure.compiling import untuned_here
 from loka_jax.measure.intervals import Interval, interval
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
 from loka_jax.ops.products import Products
 from loka_jax.ops.run_site import SiteArrays, run_site
-from loka_jax.probe.live_errors import Operands
+from loka_jax.probe.live_errors import Operands, blocks
 from loka_jax.quality import MEASURES, Measure
 from loka_jax.recipe import (
-    OPERANDS,
     ROLE_OPERANDS,
     ROLES,
     Recipe,
@@ -64,8 +63,8 @@ def role_candidates(
     spec: SiteSpec, role: Role, recipes: tuple[str, ...]
 ) -> list[Choice]:
     """Returns the choices that differ at a role of a site, bfloat16 first."""
-    candidates = [BF16]
-    gemms = set()
+    product_alone = SiteSpec(m=spec.m, k=spec.k, n=spec.n)
+    candidates, gemms = [BF16], set()
     for recipe in map(get_recipe, recipes):
         choice = Choice("xla", recipe)
         gemm = resolve(spec, choice, local_device()).recipe.gemm(role)
@@ -75,14 +74,9 @@ def role_candidates(
         candidates.append(choice)
         # Only the fused kernel multiplies differently from XLA.
         fused = Choice("pallas", recipe)
-        if role == "fwd" and resolve(_product(spec), fused, local_device()).is_fused:
+        if role == "fwd" and resolve(product_alone, fused, local_device()).is_fused:
             candidates.append(fused)
     return candidates
-
-
-def _product(spec: SiteSpec) -> SiteSpec:
-    """Returns the site of the product alone."""
-    return SiteSpec(m=spec.m, k=spec.k, n=spec.n)
 
 
 def _role_errors(
@@ -96,10 +90,7 @@ def _role_errors(
     )
     by_name: dict[str, dict[str, dict[str, Interval]]] = {}
     for source, (draw, seeds) in sources.items():
-        draws = []
-        for seed in seeds:
-            operands = draw(seed)
-            draws.append(score(*(getattr(operands, x) for x in ROLE_OPERANDS[role])))
+        draws = [score(draw(seed)) for seed in seeds]
         scores = jax.tree.map(lambda *x: np.stack(x), *jax.device_get(draws))
         for candidate in candidates:
             values = scores[candidate.name]
@@ -109,52 +100,29 @@ def _role_errors(
 
 
 def _score(
-    role: Role, candidates: tuple[Choice, ...], first: Array, second: Array
+    role: Role, candidates: tuple[Choice, ...], operands: Operands
 ) -> dict[str, dict[Measure, Array]]:
-    """Returns the errors of all candidates on one pair of operands."""
-    ref = exact_product(role, first, second)
-    scores = {}
-    for candidate in candidates:
-        state = _state(role, candidate.recipe, first, second)
-        out = _run_role(candidate, role, first, second, state)
-        # Otherwise the compiler would omit the rounding of a product to bfloat16.
-        out = jax.lax.optimization_barrier(out)
-        scores[candidate.name] = errors(ref, out)
-    return scores
+    """Returns the errors of all candidates on some operands.
 
-
-def _state(
-    role: Role, recipe: Recipe, first: Array, second: Array
-) -> DelayedScaling | None:
-    """Returns the delayed scales that a role's operands were cast with.
-
-    They are made from the amaxes of the operands themselves: `amax_ratio` tells how far
-    a scale lags behind. The operand that the role lacks has an amax of 1.
+    Delayed scales are made from the amaxes of the operands themselves: `amax_ratio`
+    tells how far a scale lags behind.
     """
-    if not recipe.is_delayed:
-        return None
-    own = dict(zip(ROLE_OPERANDS[role], (first, second), strict=True))
-    unit = jnp.ones((), jnp.float32)
-    amaxes = [fp8.amax(own[name]) if name in own else unit for name in OPERANDS]
-    start = scaling.init_delayed(recipe)
-    return scaling.update_delayed(start, jnp.stack(amaxes), recipe)
-
-
-def _run_role(
-    choice: Choice,
-    role: Role,
-    first: Array,
-    second: Array,
-    state: DelayedScaling | None,
-) -> Array:
-    """Returns a role's product by a choice."""
-    if choice.provider == "xla":
-        return product(role, first, second, choice.recipe, state)
-    m, k, n = _sizes(role, first, second)
-    plan = resolve(SiteSpec(m=m, k=k, n=n), choice, local_device())
-    out = run_site(plan, SiteArrays(first, second), state)
-    assert isinstance(out, jax.Array)
-    return out
+    (m, k), n, ref = operands.lhs.shape, operands.rhs.shape[1], exact(role, operands)
+    arrays = [getattr(operands, name) for name in ROLE_OPERANDS[role]]
+    scores = {}
+    for choice in candidates:
+        recipe, state = choice.recipe, None
+        if recipe.is_delayed:
+            start = scaling.init_delayed(recipe)
+            state = scaling.update_delayed(start, operands.amaxes, recipe)
+        if choice.provider == "xla":
+            out = product(role, *arrays, recipe, state)
+        else:
+            plan = resolve(SiteSpec(m=m, k=k, n=n), choice, local_device())
+            out = run_site(plan, SiteArrays(*arrays), state)
+        # Otherwise the compiler would omit the rounding of a product to bfloat16.
+        scores[choice.name] = errors(ref, jax.lax.optimization_barrier(out))
+    return scores
 
 
 def errors(
@@ -186,16 +154,10 @@ def product(
     return products.multiply(role, a, b, out_dtype=out_dtype)
 
 
-def exact_product(
-    role: Role, first: Float[Array, "..."], second: Float[Array, "..."]
-) -> Float[Array, "..."]:
+def exact(role: Role, operands: Operands) -> Float[Array, "..."]:
     """Returns a role's product in float32."""
-    a, b = {
-        "fwd": lambda: (first, second.T),
-        "dlhs": lambda: (first, second),
-        "drhs": lambda: (first.T, second.T),
-    }[role]()
-    return high_precision_matmul(a, b, compute_dtype=jnp.float32, out_dtype=jnp.float32)
+    dtypes = {"compute_dtype": jnp.float32, "out_dtype": jnp.float32}
+    return high_precision_matmul(*blocks(operands, role), **dtypes)
 
 
 def _sizes(role: Role, first: Array, second: Array) -> tuple[int, int, int]:

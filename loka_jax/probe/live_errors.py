@@ -20,8 +20,7 @@ seen tells. The errors of the steps are averaged. Their spread over the steps te
 far the error of another step may lie from the mean.
 """
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -192,9 +191,8 @@ def _role_errors(
         if gemm is None:
             rows.append(nothing)
             continue
-        pairs = zip(casts(operands, role, recipe), (first, second), strict=True)
         out = xla.fp8_matmul(
-            *(cast(x) for cast, x in pairs),
+            *quantized(operands, role, recipe, first, second),
             out_dtype=jnp.float32 if role == "drhs" else recipe.compute_dtype,
             fast_accumulation=gemm.fast_accumulation,
         )
@@ -222,13 +220,9 @@ def _relative_l2_of_drhs(
     for recipe in recipes:
         lost = jnp.zeros_like(exact)
         if recipe.gemm("drhs") is not None:
-            of_first, of_second = casts(operands, "drhs", recipe)
-            rounded = _products_of_parts(
-                of_first(first).dequantize()[:, :rows],
-                of_second(second).dequantize()[:, :rows],
-                _PARTS,
-            )
-            lost = (rounded - exact) / unit
+            views = quantized(operands, "drhs", recipe, first, second)
+            rounded = (view.dequantize()[:, :rows] for view in views)
+            lost = (_products_of_parts(*rounded, _PARTS) - exact) / unit
         errors.append(jnp.sqrt(_expected_square(lost, copies) / signal))
     return jnp.stack(errors)
 
@@ -292,39 +286,33 @@ def _some(x: Array, limit: int, shift: Float[Array, ""] | None, axis: int) -> Ar
     return jnp.take(x, jnp.minimum(places.astype(jnp.int32), size - 1), axis=axis)
 
 
-def casts(
-    operands: Operands, role: Role, recipe: Recipe
-) -> Iterator[functools.partial[Fp8Array]]:
-    """Yields the casts of a role's operands, or of some rows, by their last dim."""
+def quantized(
+    operands: Operands, role: Role, recipe: Recipe, *arrays: Array
+) -> list[Fp8Array]:
+    """Returns some rows of both operands of a role, cast by their last dim."""
     gemm = recipe.gemm(role)
     assert gemm is not None
-    for name, cast in zip(ROLE_OPERANDS[role], (gemm.first, gemm.second), strict=True):
-        scale_inv = None
-        if cast.granularity == "tensorwise":
-            scale_inv = _scale_inv(operands, name, cast, recipe)
-        yield functools.partial(_quantized, cast, name, scale_inv)
+    casts = zip(ROLE_OPERANDS[role], (gemm.first, gemm.second), arrays, strict=True)
+    return [_quantized(operands, name, cast, recipe, x) for name, cast, x in casts]
 
 
-def _scale_inv(
-    operands: Operands, name: Operand, cast: Cast, recipe: Recipe
-) -> Float[Array, ""]:
-    """Returns the factor that a whole operand is cast with."""
-    place, is_delayed = OPERANDS.index(name), cast.scaling == "delayed"
-    margin = recipe.margin if is_delayed else 0
-    current = fp8.compute_scale_inv(
-        operands.amaxes[place], cast.dtype, pow2_scale=cast.pow2_scale, margin=margin
-    )
-    stored = operands.scales[place]
-    return jnp.where(stored > 0, stored, current) if is_delayed else current
-
-
-def _quantized(cast: Cast, name: Operand, scale_inv: Array | None, x: Array):
-    if scale_inv is not None:
-        return fp8.cast(x, scale_inv, cast.dtype)
+def _quantized(
+    operands: Operands, name: Operand, cast: Cast, recipe: Recipe, x: Array
+) -> Fp8Array:
     if cast.granularity == "rowwise":
         return fp8.quantize(x, cast.dtype, axes=(1,), pow2_scale=cast.pow2_scale)
-    tile = (BLOCK, BLOCK) if name == "rhs" else (1, BLOCK)
-    return fp8.quantize_tiles(x, cast.dtype, tile=tile, pow2_scale=cast.pow2_scale)
+    if cast.granularity == "blockwise":
+        tile = (BLOCK, BLOCK) if name == "rhs" else (1, BLOCK)
+        return fp8.quantize_tiles(x, cast.dtype, tile=tile, pow2_scale=cast.pow2_scale)
+    place, is_delayed = OPERANDS.index(name), cast.scaling == "delayed"
+    margin = recipe.margin if is_delayed else 0
+    scale_inv = fp8.compute_scale_inv(
+        operands.amaxes[place], cast.dtype, pow2_scale=cast.pow2_scale, margin=margin
+    )
+    if is_delayed:
+        stored = operands.scales[place]
+        scale_inv = jnp.where(stored > 0, stored, scale_inv)
+    return fp8.cast(x, scale_inv, cast.dtype)
 
 
 def _worst_of_all(errors: Float[Array, "r"], num_rows: int) -> Float[Array, ""]:
@@ -365,18 +353,11 @@ def _errors(
     is_counted = ref != 0
     signals, noises = jnp.sum(ref**2, axis=1), jnp.sum(noise**2, axis=1)
     relative = noise / jnp.where(is_counted, jnp.abs(ref), 1.0)
-    sums = jnp.stack(
-        [
-            jnp.sum(signals),
-            jnp.sum(noises),
-            jnp.sum(jnp.where(is_counted, relative, 0.0)),
-            jnp.sum(is_counted, dtype=jnp.float32),
-        ]
-    )
+    counted = jnp.where(is_counted, relative, 0.0), is_counted.astype(jnp.float32)
+    sums = jnp.stack([*map(jnp.sum, (signals, noises, *counted))])
+    sums = jax.lax.psum(sums, names)
     worst = _worst_of_all(jnp.where(signals > 0, noises / signals, 0.0), num_rows)
-    if names:
-        sums = jax.lax.psum(sums, names)
-        worst = jax.lax.pmax(worst, names)
+    worst = jax.lax.pmax(worst, names)
     signal, noise, relative, count = sums
     total = jnp.where(noise > 0, jnp.sqrt(noise / signal), 0.0)
     # A maximum may lose a NaN, a sum does not.

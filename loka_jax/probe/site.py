@@ -133,10 +133,11 @@ class ProbeConfig:
         normal = matrix_normal.update(
             stats.rhs.normal, rhs, moves_covariances=self.moves_weight_covariances
         )
+        of_lhs, of_rhs, of_g = operands.scales
         return SiteStats(
-            lhs=_rows(stats.lhs, lhs, scales[0], axis_names),
-            rhs=Weight(normal, _tails(stats.rhs.tails, rhs, scales[1], ())),
-            g=_rows(stats.g, g, scales[2], axis_names),
+            lhs=_rows(stats.lhs, lhs, of_lhs, axis_names),
+            rhs=Weight(normal, _tails(stats.rhs.tails, rhs, of_rhs, ())),
+            g=_rows(stats.g, g, of_g, axis_names),
             errors=errors,
         )
 
@@ -175,7 +176,7 @@ def some_rows(x: Float[Array, "m k"], limit: int) -> Float[Array, "r k"]:
     return x[np.arange(limit) * size // limit]
 
 
-def _rows(earlier: Rows, x: Float[Array, "m k"], scale_inv, axis_names) -> Rows:
+def _rows(earlier: Rows, x: Float[Array, "m k"], stored, axis_names) -> Rows:
     """Returns the statistics of the rows of all devices, empty if not finite."""
     if x.shape[0] == 0:
         return jax.tree.map(jnp.zeros_like, earlier)
@@ -183,7 +184,7 @@ def _rows(earlier: Rows, x: Float[Array, "m k"], scale_inv, axis_names) -> Rows:
     batch = Rows(
         moments.moments_of(x, earlier.moments.scatter.shape[-1], axis_names),
         jax.lax.psum(norms, axis_names),
-        _tails(earlier.tails, x, scale_inv, axis_names),
+        _tails(earlier.tails, x, stored, axis_names),
     )
     # `_tails` returns a count of zero for rows that are not finite.
     is_finite = batch.tails.count > 0
@@ -191,21 +192,14 @@ def _rows(earlier: Rows, x: Float[Array, "m k"], scale_inv, axis_names) -> Rows:
 
 
 def _tails(
-    earlier: Tails,
-    x: Array,
-    scale_inv: Float[Array, ""] | None,
-    axis_names: tuple[str, ...],
+    earlier: Tails, x: Array, stored: Float[Array, ""], axis_names: tuple[str, ...]
 ) -> Tails:
     """Returns the tails of an operand, empty if it is not finite."""
     if x.size == 0:
         return tails.empty_tails()
     amax = fp8.amax_over_devices(tails.amax_of(x), axis_names)
     current = fp8.compute_scale_inv(amax, E4M3)
-    if scale_inv is None:
-        scale_inv = current
-    else:
-        scale_inv = jnp.where(scale_inv > 0, scale_inv, current)
-    cast, centre = fp8.cast(x, scale_inv, E4M3), earlier.mean
-    batch = tails.tails_of(x, cast, centre=centre, axis_names=axis_names)
+    cast = fp8.cast(x, jnp.where(stored > 0, stored, current), E4M3)
+    batch = tails.tails_of(x, cast, centre=earlier.mean, axis_names=axis_names)
     is_finite = jnp.all(jnp.isfinite(batch.values))
     return Tails(jnp.where(is_finite, batch.values, 0.0))

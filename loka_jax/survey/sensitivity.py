@@ -21,7 +21,7 @@ from loka_jax.data import Batch, Position
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import why_harmful
 from loka_jax.measure.intervals import Interval, interval
-from loka_jax.recipe import ROLES, GemmRecipe
+from loka_jax.recipe import ROLES, GemmRecipe, get_recipe
 from loka_jax.site import Choice
 from loka_jax.train import tasks
 from loka_jax.train.build import Run
@@ -29,6 +29,7 @@ from loka_jax.train.state import TrainState
 from loka_jax.train.step import logits_of, named_sites
 
 ALL = "all sites"
+LOSS_RECIPE = "fp8_tensorwise"  # of the site whose effect on the loss is measured
 
 
 class Losses(NamedTuple):
@@ -77,27 +78,22 @@ class Effect(NamedTuple):
         return Interval(*(x / self.loss for x in self.change))
 
 
-def sensitivity(
-    run: Run, state: TrainState, *, recipe: str, max_batches: int
-) -> dict[str, Effect]:
-    """Returns the effect of FP8 forward products on the loss, by path and for `ALL`.
+def sensitivity(run: Run, state: TrainState, max_batches: int) -> dict[str, Effect]:
+    """Returns the effect of `LOSS_RECIPE`'s forward products, by path and for `ALL`.
 
-    Most moved first, `ALL` last.
-
-    Args:
-        recipe: of the site that is in FP8, with current scales.
-        max_batches: held-out batches at most.
+    On as many held-out batches at most. Most moved first, `ALL` last.
     """
+    choice = Choice("xla", get_recipe(LOSS_RECIPE))
     paths = [site.path for site in run.sites if can_be_fp8(site)]
     effect_of = effect_meter(run, state, max_batches)
-    effects = {path: effect_of({path: recipe}) for path in paths}
+    effects = {path: effect_of({path: choice}) for path in paths}
     effects = dict(sorted(effects.items(), key=lambda item: -item[1].moved))
-    return effects | ({ALL: effect_of(dict.fromkeys(paths, recipe))} if paths else {})
+    return effects | ({ALL: effect_of(dict.fromkeys(paths, choice))} if paths else {})
 
 
 def effect_meter(
     run: Run, state: TrainState, max_batches: int
-) -> Callable[[Mapping[str, str | Choice]], Effect]:
+) -> Callable[[Mapping[str, Choice]], Effect]:
     """Returns a function from choices by path to their effect, against bfloat16.
 
     Other sites run in bfloat16. Delayed scales are those of the state, and current
@@ -106,11 +102,9 @@ def effect_meter(
     batches, delayed = held_out(run, max_batches), named_sites(state)
     plain = losses(run, state, batches, {})
 
-    def effect_of(choices: Mapping[str, str | Choice]) -> Effect:
+    def effect_of(choices: Mapping[str, Choice]) -> Effect:
         runnable = {
-            path: choice
-            if path in delayed or isinstance(choice, str)
-            else _with_current_scales(choice)
+            path: choice if path in delayed else _with_current_scales(choice)
             for path, choice in choices.items()
         }
         return compare(plain, losses(run, state, batches, runnable))
@@ -129,17 +123,14 @@ def losses(
     run: Run,
     state: TrainState,
     batches: Sequence[Batch],
-    recipes: Mapping[str, str | Choice],
+    choices: Mapping[str, Choice],
 ) -> Losses:
-    """Returns the losses of all weighted examples in bfloat16.
-
-    `recipes` are those of sites that run otherwise, by path.
-    """
+    """Returns the losses of all weighted examples in bfloat16, but for some sites."""
     model = run.model.clone(recipe="bf16")
 
     @jax.jit
     def step(state: TrainState, batch: Batch) -> tuple[Array, Array]:
-        with nn.overriding(recipes):
+        with nn.overriding(choices):
             logits = logits_of(model, run.placement.tables, state, batch)
         labels, weights = tasks.labels_and_weights(batch)
         labels = labels.astype(logits.dtype)

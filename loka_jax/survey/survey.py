@@ -26,7 +26,13 @@ from loka_jax.probe.sampling import draw_learned, draw_normal
 from loka_jax.probe.site import SiteStats
 from loka_jax.recipe import INITIALIZED, RECIPES, Role, get_recipe
 from loka_jax.site import BF16, SiteSpec
-from loka_jax.survey.sensitivity import Effect, can_be_fp8, held_out, sensitivity
+from loka_jax.survey.sensitivity import (
+    LOSS_RECIPE,
+    Effect,
+    can_be_fp8,
+    held_out,
+    sensitivity,
+)
 from loka_jax.survey.summary import summarize, warnings_of
 from loka_jax.train.build import Run
 from loka_jax.train.folder.record import versions
@@ -34,7 +40,6 @@ from loka_jax.train.state import TrainState
 from loka_jax.train.step import make_observe_step
 
 FP8_RECIPES = tuple(name for name in RECIPES if name.startswith("fp8"))
-LOSS_RECIPE = "fp8_tensorwise"  # of the site whose effect on the loss is measured
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,9 +124,7 @@ def survey(
         operands = [batch[site.path].operands for batch in captured]
         records.append(_survey_site(site, stats, operands, config, limits, say))
     say("effect on the loss")
-    effects = sensitivity(
-        run, state, recipe=LOSS_RECIPE, max_batches=config.held_out_batches
-    )
+    effects = sensitivity(run, state, config.held_out_batches)
     return {
         "model": run.config.name,
         "config": run.config.identity(),

@@ -65,6 +65,11 @@ class Guard:
     lowest: float | None = None
     bad_windows: int = 0
 
+    def after_steps(self, run: Run, state: TrainState, step: int) -> "Guard":
+        """Returns the guard after the training examples since the last log line."""
+        window = metrics.capped_ne(state.metrics)
+        return self.after(window, is_warm=step > run.config.optim.warmup_steps)
+
     def after(self, window: metrics.CappedNe, *, is_warm: bool) -> "Guard":
         """Returns the guard after a window; one whose NE is undefined says nothing.
 
@@ -92,19 +97,19 @@ def judged(seen: Guard, run: Run, state: TrainState, step: int) -> Guard:
 
     Raises Diverged, with the symptom, if this was one bad window too many.
     """
-    window = metrics.capped_ne(state.metrics)
-    seen = _after(seen, window, run, step)
+    seen = seen.after_steps(run, state, step)
     if seen.has_diverged:
+        ne = metrics.capped_ne(state.metrics).ne
         raise Diverged(
-            f"the NE of the training examples is {window.ne:.3g}, and predicting the "
-            "mean click rate has 1"
+            f"the NE of the training examples is {ne:.3g}, and predicting the mean "
+            "click rate has 1"
         )
     return seen
 
 
 def is_healthy(seen: Guard, run: Run, state: TrainState, step: int) -> bool:
     """Returns whether the state may become a checkpoint."""
-    now = _after(seen, metrics.capped_ne(state.metrics), run, step)
+    now = seen.after_steps(run, state, step)
     return now.bad_windows == 0 and not poisoned(state)
 
 
@@ -130,10 +135,6 @@ def refuse_ruin(seen: Guard, run: Run, state: TrainState, step: int) -> None:
     refuse_skipping(state, step, max(few, 1))
     if not is_healthy(seen, run, state, step):
         raise Diverged("the loss or the state of the last steps is no good")
-
-
-def _after(seen: Guard, window: metrics.CappedNe, run: Run, step: int) -> Guard:
-    return seen.after(window, is_warm=step > run.config.optim.warmup_steps)
 
 
 def explained(
@@ -176,9 +177,9 @@ def likely_cause(
             f"{np.nanmax(sizes[:, worst]):.3g}; transform it (--data.transform log1p) "
             "or clip it in the files"
         )
-    in_fp8 = logloss(eval_step_of(model), state, batch)
+    in_fp8 = _logloss(eval_step_of(model), state, batch)
     plain = nn.Planned(model.model.clone(recipe="bf16"))
-    in_bf16 = logloss(eval_step_of(plain), state, batch)
+    in_bf16 = _logloss(eval_step_of(plain), state, batch)
     if in_bf16 < in_fp8 / 2:
         return (
             f"FP8 is the likely cause: the loss of the newest batch is {in_fp8:.3g}, "
@@ -193,27 +194,19 @@ def likely_cause(
     return f"{cause}; if --recipe bf16 trains well, gradients in FP8 led here"
 
 
-def logloss(step: EvalStep, state: TrainState, batch: Batch) -> float:
-    """Returns the log loss of a batch, infinite if it is not a finite number.
-
-    Of several tasks, it is the largest.
-    """
+def _logloss(step: EvalStep, state: TrainState, batch: Batch) -> float:
+    """Returns the largest log loss of a task, infinite if one is not finite."""
     seen, _ = step(state, metrics.init_like(state.metrics), batch)
     values = [metrics.compute(task)["logloss"] for task in metrics.split_tasks(seen)]
-    return max(
-        value if value is not None and math.isfinite(value) else math.inf
-        for value in values
-    )
+    known = all(value is not None and math.isfinite(value) for value in values)
+    return max(values) if known else math.inf
 
 
 def poisoned(state: TrainState) -> bool:
     """Returns whether a parameter, a row or the optimizer's state is not finite."""
     trained = (state.params, state.opt_state, state.table, state.row_state)
-    floats = [
-        leaf
-        for leaf in jax.tree.leaves(trained)
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-    ]
+    leaves = jax.tree.leaves(trained)
+    floats = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
     return not jax.device_get(_all_finite(floats))
 
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax import scaling
 from loka_jax.measure import site_errors
+from loka_jax.probe.live_errors import operands_of
 from loka_jax.recipe import RECIPES, ROLES
 from tests import support
 from tests.support import oracle, products
@@ -28,19 +28,6 @@ def test_errors_are_those_of_the_definitions():
     assert not any(_errors(ref, ref).values())
 
 
-def test_delayed_scales_are_made_from_the_amaxes_of_their_operands():
-    arrays = [support.normal(*s, seed=sum(s)) for s in ((6, 4), (4, 3), (6, 3))]
-    amaxes = np.array([np.abs(x).max() for x in arrays])
-    recipe = RECIPES["fp8_tensorwise_delayed"]
-    start = scaling.init_delayed(recipe)
-    for role, own in (("fwd", (0, 1)), ("dlhs", (2, 1)), ("drhs", (0, 2))):
-        found = site_errors._state(role, recipe, *(arrays[i] for i in own))
-        given = jnp.float32(np.where(np.isin(range(3), own), amaxes, 1))
-        expected = scaling.update_delayed(start, given, recipe)
-        np.testing.assert_array_equal(found.table, expected.table)
-    assert site_errors._state("fwd", RECIPES["fp8_rowwise"], *arrays[:2]) is None
-
-
 def of_roles(lhs, rhs, g):
     """Returns the operands of each role."""
     return {"fwd": (lhs, rhs), "dlhs": (g, rhs), "drhs": (lhs, g)}
@@ -54,7 +41,8 @@ def test_a_role_alone_is_that_of_the_site(name):
     @support.jitted
     def run(pairs):
         if name == "f32":
-            return [site_errors.exact_product(role, *pairs[role]) for role in ROLES]
+            operands = operands_of(*pairs["fwd"], pairs["dlhs"][0])
+            return [site_errors.exact(role, operands) for role in ROLES]
         return [site_errors.product(role, *pairs[role], recipe) for role in ROLES]
 
     found = run(pairs)

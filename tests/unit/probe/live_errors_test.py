@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from loka_jax.probe import live_errors
-from loka_jax.probe.live_errors import LiveErrors, operands_of
-from loka_jax.recipe import OPERANDS, ROLES, get_recipe
+from loka_jax.probe.live_errors import LiveErrors, operands_of, quantized
+from loka_jax.recipe import ROLES, get_recipe
 from tests import support
 
 M, K, N = 42, 32, 16
@@ -99,13 +99,13 @@ def test_small_products_are_measured_whole(scales):
 
 
 def test_a_delayed_scale_leaves_headroom_before_it_is_stored():
-    amaxes = np.float32([448.0, 896.0, 1792.0])
-    arrays = operands_of(*amaxes[:, None, None])
+    arrays = np.float32([448.0, 896.0, 1792.0])[:, None, None]
+    operands = operands_of(*arrays)
     for name, factor in (("fp8_tensorwise", 1), (DELAYED, 2)):
-        recipe = get_recipe(name)
-        for operand, amax in zip(OPERANDS, (1, 2, 4), strict=True):
-            args = arrays, operand, recipe.casts(operand)[0], recipe
-            assert live_errors._scale_inv(*args) == factor * amax
+        pairs = ("fwd", arrays[:2], (1, 2)), ("dlhs", arrays[[2, 1]], (4, 2))
+        for role, pair, amaxes in pairs:
+            views = quantized(operands, role, get_recipe(name), *map(jnp.asarray, pair))
+            assert [view.scale_inv for view in views] == [factor * x for x in amaxes]
 
 
 def test_a_product_that_is_not_finite_is_left_out():
