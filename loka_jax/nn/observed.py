@@ -20,8 +20,7 @@ from loka_jax.nn.context import current
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.tap import Observer, tap
 from loka_jax.probe import site
-from loka_jax.probe.capture import Sample
-from loka_jax.probe.site import ProbeConfig, SiteStats
+from loka_jax.probe.site import ProbeConfig, Sample, SiteStats
 from loka_jax.recipe import OPERANDS, Recipe
 from loka_jax.scaling import DelayedScaling, delayed_cast, stored_scales
 

@@ -38,7 +38,7 @@ from loka_jax.nn.scale_state import SCALES
 from loka_jax.ops.mesh_axes import merging_over_devices
 from loka_jax.ops.tables import Tables
 from loka_jax.optim.clip import global_norm
-from loka_jax.probe.capture import Capture
+from loka_jax.probe.site import Capture
 from loka_jax.train import metrics, tasks
 from loka_jax.train.gradients import accumulate, gradients_of, variables_of
 from loka_jax.train.placement import Outcome, Placement

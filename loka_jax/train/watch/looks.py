@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax.data import Batch
-from loka_jax.dispatch.drift import SiteDrift
-from loka_jax.dispatch.operand_health import health
+from loka_jax.dispatch.drift import SiteDrift, health
 from loka_jax.dispatch.policy import Decision
 from loka_jax.measure.compiling import untuned_here
 from loka_jax.nn import by_path
-from loka_jax.probe.capture import Capture
+from loka_jax.probe.site import Capture
 from loka_jax.recipe import Recipe, Role
 from loka_jax.site import Choice
 from loka_jax.train import tasks

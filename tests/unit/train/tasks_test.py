@@ -9,7 +9,7 @@ from sklearn.metrics import roc_auc_score
 from loka_jax import nn
 from loka_jax.models import Mmoe
 from loka_jax.optim import OptimConfig, Sgd
-from loka_jax.probe.capture import Capture
+from loka_jax.probe.site import Capture
 from loka_jax.train import metrics, tasks
 from loka_jax.train.logs.log_lines import measure
 from loka_jax.train.placement import Placement

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from loka_jax import scaling
-from loka_jax.dispatch.drift import LOOKS, SiteDrift
-from loka_jax.dispatch.operand_health import health
-from loka_jax.probe.capture import Capture
+from loka_jax.dispatch.drift import LOOKS, SiteDrift, health
+from loka_jax.probe.site import Capture
 from loka_jax.recipe import get_recipe
 
 M, K, N = 128, 32, 32

@@ -13,7 +13,7 @@ from loka_jax.dispatch.drift import SiteDrift
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.nn import Site
 from loka_jax.ops.plan import resolve
-from loka_jax.probe.capture import Capture
+from loka_jax.probe.site import Capture
 from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice, SiteSpec
 from loka_jax.train.watch import looks

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 
-from loka_jax.dispatch import operand_health
+from loka_jax.dispatch import drift
 from loka_jax.dispatch.drift import RULES
 from loka_jax.dispatch.policy import Limits
 from loka_jax.probe.live_errors import operands_of
@@ -31,7 +31,7 @@ def operands(lhs=None, rhs=None, g=None):
 @functools.partial(jax.jit, static_argnames=("name", "how"))
 def _health(arrays, scales, errors, name, how):
     operands = operands_of(*arrays, scales)
-    return operand_health.health(operands, errors, get_recipe(name), **dict(how))
+    return drift.health(operands, errors, get_recipe(name), **dict(how))
 
 
 def healths(name, arrays, *, stored=None, errors=(0.0, 0.0, 0.0), **how):
