@@ -36,7 +36,7 @@ from loka_jax.dispatch.policy import (
     Limits,
     shares_of_limits,
 )
-from loka_jax.dispatch.table import Entry, Errors, RoleErrors, Table
+from loka_jax.dispatch.table import Entry, RoleErrors, Table
 from loka_jax.measure.intervals import Interval, next_value
 from loka_jax.nn import Site
 from loka_jax.probe.live_errors import LiveErrors
@@ -181,11 +181,15 @@ def ratios(live: Mapping[str, RoleErrors], drawn: Mapping[str, RoleErrors]) -> R
     """
     by_role: Ratios = {role: {} for role in ROLES}
     for role, measure in itertools.product(ROLES, MEASURES):
-        at_sites = [
-            _log_ratios(live[path][role], drawn[path][role], measure)
-            for path in live.keys() & drawn.keys()
-        ]
-        logs = [float(np.mean(values)) for values in at_sites if values]
+        logs = []
+        for path in live.keys() & drawn.keys():
+            ours, theirs = live[path][role], drawn[path][role]
+            means = [
+                (ours[recipe][measure].mean, theirs[recipe][measure].mean)
+                for recipe in ours.keys() & theirs.keys()
+            ]
+            if at_site := [math.log(a / b) for a, b in means if a > 0 and b > 0]:
+                logs.append(float(np.mean(at_site)))
         if len(logs) >= 2:
             mean, deviation = float(np.mean(logs)), float(np.std(logs, ddof=1))
             by_role[role][measure] = next_value(mean, deviation, len(logs))
@@ -200,10 +204,8 @@ def own_errors(live: RoleErrors, drawn: RoleErrors, ratios: Ratios) -> RoleError
     """
     if not any(live.values()) and not any(ratios.values()):
         return drawn
-    own: RoleErrors = {}
-    for role in ROLES:
-        by_measure = ratios.get(role, {})
-        own[role] = dict(live.get(role, {}))
+    own: RoleErrors = {role: dict(live.get(role, {})) for role in ROLES}
+    for role, by_measure in ratios.items():
         for recipe, errors in drawn.get(role, {}).items():
             if recipe not in own[role] and len(by_measure) == len(MEASURES):
                 own[role][recipe] = {
@@ -220,23 +222,15 @@ def with_live(
 
     `config` is that of `make_plan`.
     """
-    keys = {
-        site.path: key
-        for site in sites
-        if site.path in live and (key := table_key(site.spec)) in table.sites
-    }
-    drawn = {
-        path: table.sites[key].errors.get(f"{config} {path}", {})
-        for path, key in keys.items()
-    }
-    drawn = {path: errors for path, errors in drawn.items() if errors}
-    by_role = ratios(live, drawn)
+    keys = {site.path: table_key(site.spec) for site in sites if site.path in live}
+    keys = {path: key for path, key in keys.items() if key in table.sites}
+    names = {path: f"{config} {path}" for path in keys}
+    drawn = {p: table.sites[key].errors.get(names[p], {}) for p, key in keys.items()}
+    by_role = ratios(live, {path: errors for path, errors in drawn.items() if errors})
     entries: dict = {}
     for path, key in keys.items():
-        own = own_errors(live[path], drawn.get(path, {}), by_role)
-        if own:
-            entry = entries.setdefault(key, Entry())
-            entry.errors[f"{config} {path}"] = own
+        if own := own_errors(live[path], drawn[path], by_role):
+            entries.setdefault(key, Entry()).errors[names[path]] = own
     return dataclasses.replace(table, sites=entries)
 
 
@@ -246,16 +240,6 @@ def _next_step(sums: np.ndarray) -> Interval:
     m2 = max(total_squares - total**2 / weight, 0.0)
     deviation = math.sqrt(m2 / (weight - squares / weight))
     return next_value(total / weight, deviation, weight**2 / squares)
-
-
-def _log_ratios(
-    live: Mapping[str, Errors], drawn: Mapping[str, Errors], measure: str
-) -> list[float]:
-    means = [
-        (live[recipe][measure].mean, drawn[recipe][measure].mean)
-        for recipe in live.keys() & drawn.keys()
-    ]
-    return [math.log(a / b) for a, b in means if a > 0 and b > 0]
 
 
 def _corrected(drawn: Interval, ratio: Interval) -> Interval:

@@ -96,7 +96,10 @@ def operands_of(
     scales: Sequence[Float[Array, ""] | None] = (None,) * len(OPERANDS),
     axis_names: tuple[str, ...] = (),
 ) -> Operands:
-    """Returns operands of a step, whose rows are spread over some mesh axes."""
+    """Returns operands of a step, whose rows are spread over some mesh axes.
+
+    `scales` are those that they are cast with; None, or 0, where the amax gives them.
+    """
     arrays = jax.lax.stop_gradient((lhs, rhs, g))
     amaxes = fp8.amax_over_devices(jnp.stack([*map(fp8.amax, arrays)]), axis_names)
     stored = [jnp.zeros(()) if scale is None else scale for scale in scales]
@@ -139,11 +142,11 @@ def live_errors(
         copies: how many times as many rows drhs contracts, like these: its relative L2
             is extrapolated to them.
     """
-    shift = _shift(steps)
-    by_role = [
-        _role_errors(operands, recipes, role, shift, axis_names) for role in ROLES
-    ]
-    values = jnp.stack(by_role, axis=1)  # [recipes, roles, measures]
+    # The share of the way to the next row or column that a step begins at.
+    whole = jnp.asarray(steps).astype(jnp.uint32) * jnp.uint32(_GOLDEN)  # modulo 2^32
+    shift = whole.astype(jnp.float32) / 2.0**32
+    by_role = (_role_errors(operands, recipes, x, shift, axis_names) for x in ROLES)
+    values = jnp.stack([*by_role], axis=1)  # [recipes, roles, measures]
     if copies > 1:
         told = _relative_l2_of_drhs(operands, recipes, shift, copies)
         place = ROLES.index("drhs"), MEASURES.index("relative_l2")
@@ -154,12 +157,6 @@ def live_errors(
     weights = jnp.broadcast_to(is_known, values.shape).astype(jnp.float32)
     sums = jnp.stack([weights, weights, values, values**2], axis=-1)
     return LiveErrors(jnp.ones(()), sums)
-
-
-def _shift(steps: Float[Array, ""] | float) -> Float[Array, ""]:
-    """Returns the share of the way to the next row or column that a step begins at."""
-    whole = jnp.asarray(steps).astype(jnp.uint32) * jnp.uint32(_GOLDEN)  # modulo 2^32
-    return whole.astype(jnp.float32) / 2.0**32
 
 
 def _role_errors(

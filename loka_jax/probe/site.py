@@ -103,30 +103,21 @@ class ProbeConfig:
         return SiteStats(rows(k), weight, rows(n), errors)
 
     def observe(
-        self,
-        stats: SiteStats,
-        lhs: Float[Array, "m k"],
-        rhs: Float[Array, "k n"],
-        g: Float[Array, "m n"],
-        scales: tuple[Float[Array, ""] | None, ...],
-        axis_names: tuple[str, ...] = (),
+        self, stats: SiteStats, operands: Operands, axis_names: tuple[str, ...] = ()
     ) -> SiteStats:
         """Returns the statistics of one batch, and the updated ones of the weight.
 
         Args:
             stats: the statistics so far. Of lhs and g only their means are used, as
                 centres; of the errors, the number of steps.
-            lhs, rhs, g: the operands of a step.
-            scales: `scale_inv` with which they are cast; None, or 0, to compute it from
-                the operand's amax.
             axis_names: mesh axes over which the rows of the batch are spread; the
                 result covers all of them.
         """
-        operands = live_errors.operands_of(lhs, rhs, g, scales, axis_names)
         recipes = [get_recipe(name) for name in self.recipes]
         errors = live_errors.live_errors(
             operands, recipes, stats.errors.steps, axis_names
         )
+        (lhs, rhs, g, *_), (of_lhs, of_rhs, of_g) = operands, operands.scales
         # Materialized once; otherwise every reduction would compute them again.
         lhs, g = jax.lax.optimization_barrier(
             tuple(some_rows(x, self.max_rows) for x in (lhs, g))
@@ -134,7 +125,6 @@ class ProbeConfig:
         normal = matrix_normal.update(
             stats.rhs.normal, rhs, moves_covariances=self.moves_weight_covariances
         )
-        of_lhs, of_rhs, of_g = operands.scales
         return SiteStats(
             lhs=_rows(stats.lhs, lhs, of_lhs, axis_names),
             rhs=Weight(normal, _tails(stats.rhs.tails, rhs, of_rhs, ())),
@@ -203,26 +193,19 @@ class Capture:
         return Sample(operands, live_errors.empty_errors(len(self.recipes)))
 
     def observe(
-        self,
-        stats: Sample,
-        lhs: Float[Array, "m k"],
-        rhs: Float[Array, "k n"],
-        g: Float[Array, "m n"],
-        scales: tuple[Float[Array, ""] | None, ...],
-        axis_names: tuple[str, ...] = (),
+        self, stats: Sample, operands: Operands, axis_names: tuple[str, ...] = ()
     ) -> Sample:
         """Returns a sample of one batch.
 
         Which elements of a product are computed follows from `stats.errors.steps`.
         """
-        operands = live_errors.operands_of(lhs, rhs, g, scales, axis_names)
         errors = live_errors.live_errors(
             operands, self.recipes, stats.errors.steps, axis_names, self.copies
         )
         kept = operands._replace(
-            lhs=some_rows(lhs, self.max_rows).astype(jnp.float32),
-            rhs=rhs.astype(jnp.float32),
-            g=some_rows(g, self.max_rows).astype(jnp.float32),
+            lhs=some_rows(operands.lhs, self.max_rows).astype(jnp.float32),
+            rhs=operands.rhs.astype(jnp.float32),
+            g=some_rows(operands.g, self.max_rows).astype(jnp.float32),
         )
         return Sample(kept, errors)
 

@@ -7,7 +7,7 @@ held-out batches, one site in FP8  -------------> effect on the loss
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.scipy.stats import rankdata
 from loka_jax import nn
 from loka_jax.dispatch.policy import Limits, why_unsafe
 from loka_jax.measure.intervals import Interval
-from loka_jax.measure.site_errors import PAIRS, SiteErrors, site_errors
+from loka_jax.measure.site_errors import PAIRS, site_errors
 from loka_jax.measure.site_times import site_times, speedup
 from loka_jax.options import require
 from loka_jax.probe.live_errors import Operands
@@ -204,8 +204,14 @@ def _survey_site(
     limits: Limits,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    spec = site.spec
-    errors = _site_errors(spec, stats, captured, config)
+    """Returns the record of a site, on "learned", "normal" and "real" operands."""
+    spec, rows = site.spec, min(site.spec.m, config.rows)
+    keys = jax.random.split(jax.random.key(0), config.pairs)
+    learned = functools.partial(draw_learned, stats=stats, rows=rows)
+    normal = functools.partial(draw_normal, sizes=(rows, spec.k, spec.n))
+    sources: dict[str, Any] = {"learned": (learned, keys), "normal": (normal, keys)}
+    if captured:
+        sources["real"] = (lambda operands: operands, captured)
     times = site_times(spec, config.recipes, say) if config.times else {}
     return {
         "path": site.path,
@@ -216,7 +222,7 @@ def _survey_site(
                 name: _judged(role, name, by_source, times, limits)
                 for name, by_source in candidates.items()
             }
-            for role, candidates in errors.items()
+            for role, candidates in site_errors(spec, sources, config.recipes).items()
         },
         "training_us": times.get("training", {}),
     }
@@ -224,23 +230,6 @@ def _survey_site(
 
 def _sizes(spec: SiteSpec) -> dict[str, int]:
     return {"m": spec.m, "k": spec.k, "n": spec.n}
-
-
-def _site_errors(
-    spec: SiteSpec,
-    stats: SiteStats,
-    captured: Sequence[Operands],
-    config: SurveyConfig,
-) -> SiteErrors:
-    """Returns the errors on "learned", "normal" and, if captured, "real" operands."""
-    rows = min(spec.m, config.rows)
-    keys = jax.random.split(jax.random.key(0), config.pairs)
-    learned = functools.partial(draw_learned, stats=stats, rows=rows)
-    normal = functools.partial(draw_normal, sizes=(rows, spec.k, spec.n))
-    sources: dict[str, Any] = {"learned": (learned, keys), "normal": (normal, keys)}
-    if captured:
-        sources["real"] = (lambda operands: operands, captured)
-    return site_errors(spec, sources, config.recipes)
 
 
 def _judged(

@@ -12,7 +12,7 @@ step waits for it: looks are read where a log line or a checkpoint waits anyway.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 import jax
@@ -40,8 +40,7 @@ class Value(NamedTuple):
     column: str
     value: float
 
-    def __str__(self) -> str:
-        """Returns the value and its column in words."""
+    def __str__(self) -> str:  # noqa: D105
         return f"{self.value:.6g} in column {self.column!r}"
 
 
@@ -89,8 +88,7 @@ class Finding(NamedTuple):
         if self.fault == "flushed":
             covered = f"1/{1 / ratio:,.0f} of what its scale covers"
             event = f"reached {covered}: most values are 0"
-        also = f" (likewise {', '.join(others)})" if others else ""
-        return f"{worst} {event}{also}"
+        return f"{worst} {event}" + f" (likewise {', '.join(others)})" * bool(others)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,10 +144,9 @@ class ScaleWatch:
             "use --data.transform log1p or --recipe fp8_rowwise, or clip the column in "
             "the files"
         )
-        known = key in watch.known
-        return watch if known else watch._warned(look.step, text, {key: ""})
+        return watch if key in watch.known else watch._warned(look.step, text, [key])
 
-    def _warned(self, step: int, text: str, new: Mapping[str, str]) -> "ScaleWatch":
+    def _warned(self, step: int, text: str, new: Iterable[str]) -> "ScaleWatch":
         warnings = (*self.warnings, f"step {step:,}: {text}.")
         known = (*self.known, *new)
         return dataclasses.replace(self, warnings=warnings, known=known)
@@ -168,10 +165,8 @@ def take_look(
 
     `recipes` may have more sites than `sites`, those with delayed scales.
     """
-    recipes = {path: recipes[path] for path in sites}
-    measured = _measure(
-        list(sites.values()), dense, skipped, recipes=tuple(recipes.values())
-    )
+    recipes, tables = {path: recipes[path] for path in sites}, list(sites.values())
+    measured = _measure(tables, dense, skipped, recipes=tuple(recipes.values()))
     return Look(step, position, recipes, *measured)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from loka_jax.fp8 import fp8_max
 from loka_jax.probe import live_errors, site
-from loka_jax.probe.live_errors import empty_errors
+from loka_jax.probe.live_errors import empty_errors, operands_of
 from loka_jax.probe.site import Capture, ProbeConfig, some_rows
 from loka_jax.recipe import get_recipe
 from tests.support import E4M3
@@ -46,7 +46,8 @@ def _learn(stats, lhs, rhs, g):
 
     @functools.partial(jax.vmap, axis_name="data", out_axes=None)
     def observed(lhs, g):
-        return CONFIG.observe(stats, lhs, rhs, g, SCALES, ("data",))
+        operands = operands_of(lhs, rhs, g, SCALES, ("data",))
+        return CONFIG.observe(stats, operands, ("data",))
 
     halves = (x.reshape(2, M // 2, -1) for x in (lhs, g))
     return site.merge(stats, observed(*halves), CONFIG.decay)
@@ -153,7 +154,8 @@ def test_a_sample_has_the_reach_and_the_errors_of_all_rows():
     capture = Capture(recipes=recipes, max_rows=10)
     begun = jax.tree.map(lambda x: x + 64, capture.init(M, K, N))
     MEASURED.clear()
-    found = capture.observe(begun, *map(jnp.asarray, (lhs, rhs, g)), SCALES)
+    operands = operands_of(*map(jnp.asarray, (lhs, rhs, g)), SCALES)
+    found = capture.observe(begun, operands)
     kept = found.operands
     np.testing.assert_array_equal(kept.g, g[::4])
     np.testing.assert_allclose(kept.scales, [0.0, 0.25, 0.0])

@@ -11,6 +11,7 @@ import pytest
 
 from loka_jax import scaling
 from loka_jax.dispatch.drift import LOOKS, SiteDrift, health
+from loka_jax.probe.live_errors import operands_of
 from loka_jax.probe.site import Capture
 from loka_jax.recipe import get_recipe
 
@@ -52,7 +53,8 @@ def sampled(recipe, state, lhs, rhs, g):
         pairs = zip(seen, scaling.stored_scales(state, stored), strict=True)
         scales = tuple(x if x is None else jnp.where(y, x, 0.0) for y, x in pairs)
     capture = Capture(recipes=(recipe,), max_rows=M)
-    return capture.observe(capture.init(M, K, N), lhs, rhs, g, scales)
+    operands = operands_of(lhs, rhs, g, scales)
+    return capture.observe(capture.init(M, K, N), operands)
 
 
 @functools.partial(jax.jit, static_argnames="name")
