@@ -19,11 +19,7 @@ _MIN_JITTER = 1e-30  # if all variances are zero
 
 
 def block_size(k: int) -> int:
-    """Returns s: k if k x k float32 fit, else the largest power of two for k x s.
-
-    Raises:
-        ValueError: if not even the variances fit.
-    """
+    """Returns s: k if k x k float32 fit, else the largest power of two for k x s."""
     if 4 * k > MAX_BYTES:
         raise ValueError(f"{k} variances take more than {MAX_BYTES=}.")
     if 4 * k * k <= MAX_BYTES:

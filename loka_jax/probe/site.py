@@ -38,26 +38,14 @@ class Rows(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Statistics of a weight.
-
-    Attributes:
-        normal: its distribution over the steps.
-        tails: the tails of the last weight seen.
-    """
+    """The distribution of a weight over the steps, and the tails of the last one."""
 
     normal: MatrixNormal
     tails: Tails
 
 
 class SiteStats(NamedTuple):
-    """Statistics of a site with lhs (m, k), rhs (k, n) and product (m, n).
-
-    Attributes:
-        lhs: those of the input's rows.
-        rhs: those of the weight.
-        g: those of the rows of the product's gradient.
-        errors: of its products in FP8.
-    """
+    """What is learned of a site: input, weight, gradient, errors of FP8 products."""
 
     lhs: Rows
     rhs: Weight
@@ -158,12 +146,7 @@ def merge(stats: SiteStats, batch: SiteStats, decay: float = 1.0) -> SiteStats:
 
 
 class Sample(NamedTuple):
-    """Some rows of a site's operands, in float32, and errors of all rows.
-
-    Attributes:
-        operands: some rows of lhs and g, and rhs.
-        errors: of the products by the recipes of the `Capture`, of all rows.
-    """
+    """Some rows of a site's operands, in float32, and the errors of all rows."""
 
     operands: Operands
     errors: LiveErrors

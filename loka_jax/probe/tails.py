@@ -28,11 +28,7 @@ _NO_VARIANCE = 1e-6
 
 
 class Tails(NamedTuple):
-    """Statistics of all elements seen so far.
-
-    Attributes:
-        values: float32, in the order of `_FIELDS`; `read` names them.
-    """
+    """Statistics of all elements seen so far, in the order of `_FIELDS`."""
 
     values: Float[Array, "10"]
 
@@ -54,21 +50,18 @@ class Tails(NamedTuple):
         zero only in FP8, and that are beyond what the scale allows; amax_ratio: the
         last batch's amax over the one that its scale was made for.
         """
-        names = ("amax", "last_amax", "amax_ratio")
-        count = jnp.maximum(self.count, 1)
-        m2, m4, flushed, clipped = map(self._value, ("m2", "m4", "flushed", "clipped"))
-        safe = jnp.where(m2 > 0, m2, 1.0)
+        count, mean, m2, _, m4, amax, last_amax, flushed, clipped, ratio = self.values
+        safe, least = jnp.where(m2 > 0, m2, 1.0), jnp.maximum(count, 1)
         return {
-            "mean": self.mean,
-            "deviation": jnp.sqrt(m2 / count),
-            "kurtosis": jnp.where(m2 > 0, self.count * (m4 / safe) / safe, 0.0),
-            **{name: self._value(name) for name in names},
-            "underflow": flushed / count,
-            "saturation": clipped / count,
+            "mean": mean,
+            "deviation": jnp.sqrt(m2 / least),
+            "kurtosis": jnp.where(m2 > 0, count * (m4 / safe) / safe, 0.0),
+            "amax": amax,
+            "last_amax": last_amax,
+            "amax_ratio": ratio,
+            "underflow": flushed / least,
+            "saturation": clipped / least,
         }
-
-    def _value(self, name: str) -> Float[Array, ""]:
-        return self.values[_FIELDS.index(name)]
 
 
 def empty_tails() -> Tails:

@@ -104,9 +104,6 @@ def survey(
     """Returns the statistics and measurements of every site, JSON-ready.
 
     Operands and losses are of validation data; `say` takes a line of progress.
-
-    Raises:
-        ValueError: if there are no statistics.
     """
     stats_by_path = nn.by_path(state.probe)
     if not stats_by_path:

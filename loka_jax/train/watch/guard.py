@@ -35,7 +35,6 @@ from loka_jax.train.state import TrainState
 from loka_jax.train.step import past_first_steps
 
 type EvalStep = Callable[..., tuple[metrics.MetricState, Array]]
-type EvalStepOf = Callable[[nn.Planned], EvalStep]
 
 LIMIT = 1.5
 ABSURD = 3.0
@@ -126,11 +125,7 @@ def refuse_skipping(state: TrainState, step: int, limit: int) -> None:
 
 
 def refuse_ruin(seen: Guard, run: Run, state: TrainState, step: int) -> None:
-    """Raises TrainingFailed if the state of a finished run cannot be used.
-
-    The last steps were all skipped, or the last window was bad, or the state is not
-    finite.
-    """
+    """Raises TrainingFailed if a finished run was skipped, is bad or not finite."""
     few = min(run.config.loop.log_every, step)
     refuse_skipping(state, step, max(few, 1))
     if not is_healthy(seen, run, state, step):
@@ -158,7 +153,7 @@ def explained(
 
 def likely_cause(
     model: nn.Planned,
-    eval_step_of: EvalStepOf,
+    eval_step_of: Callable[[nn.Planned], EvalStep],
     state: TrainState,
     batch: Batch | None,
     columns: tuple[str, ...],

@@ -70,11 +70,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Progress":
-        """Returns the progress from the values of `to_json`.
-
-        Raises:
-            ValueError: for other values.
-        """
+        """Returns the progress from the values of `to_json`; refuses others."""
         try:
             for name in {field.name for field in dataclasses.fields(cls)} - {*data}:
                 raise ValueError(f"{name} is missing")
@@ -87,13 +83,7 @@ class Progress:
 
 
 class Moment(NamedTuple):
-    """A run at one of its steps.
-
-    Attributes:
-        run: the run with the plan of that step.
-        state: the device's state.
-        progress: the host's state.
-    """
+    """A run at one of its steps: with the plan, the state and the progress of it."""
 
     run: Run
     state: TrainState

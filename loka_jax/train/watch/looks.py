@@ -117,12 +117,7 @@ class Looks:
 
 
 class Watched(NamedTuple):
-    """What is looked at of a site.
-
-    Attributes:
-        recipe: whose casts, without those that its kernels leave out.
-        fp8_results: as in `nn.Site`.
-    """
+    """What is looked at of a site: the casts that it runs, see also `nn.Site`."""
 
     recipe: Recipe
     fp8_results: tuple[Role, ...]

@@ -19,17 +19,9 @@ from loka_jax.train.build import Run
 from loka_jax.train.state import TrainState
 from loka_jax.train.watch.host_state import Progress
 
-type Decisions = Mapping[str, Decision]
-
 
 class Change(NamedTuple):
-    """A change of plan.
-
-    Attributes:
-        plan: the new plan.
-        said: a sentence for each site that changes.
-        progress: the host's state that goes with it.
-    """
+    """A new plan, a sentence for each site that changes, and what the host knows."""
 
     plan: DispatchPlan
     said: tuple[str, ...]
@@ -146,7 +138,7 @@ def _live_errors(run: Run, probe: Any) -> dict[str, RoleErrors]:
     return {path: by_role for path, by_role in found.items() if any(by_role.values())}
 
 
-def _change(run: Run, decisions: Decisions, progress: Progress) -> Change:
+def _change(run: Run, decisions: Mapping[str, Decision], progress: Progress) -> Change:
     said = []
     for path, (choice, reason, *_) in decisions.items():
         how = f"by {choice.name}" if choice.is_fp8 else "in bfloat16"

@@ -68,12 +68,9 @@ class Look(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """The operands that were off their scales in one step.
+    """The operands that were off their scales in one step, and how many steps ago.
 
-    Attributes:
-        fault: what became of their values.
-        age: the number of steps taken since.
-        ratios: by "site/operand", the worst first.
+    `ratios` are by "site/operand", the worst first.
     """
 
     fault: Literal["clipped", "flushed"]
