@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from loka_jax import fp8, quality
 from loka_jax.dispatch.policy import DEFAULT_LIMITS, Limits, bounds
@@ -144,9 +144,9 @@ def health(
     rows = []
     for name, error in zip(OPERANDS, excess, strict=True):
         roots = jnp.mean(jnp.sqrt(jnp.abs(getattr(operands, name))), axis=0)
-        level, peak = (2 * jnp.log2(size) for size in (jnp.mean(roots), jnp.max(roots)))
-        lost = jnp.max(jnp.stack(flushed[name])) if flushed[name] else nothing
-        sizes = (level, peak) if flushed[name] else (nothing, nothing)
+        lost = jnp.max(jnp.stack(flushed[name] or [nothing]))
+        sizes = 2 * jnp.log2(jnp.stack([jnp.mean(roots), jnp.max(roots)]))
+        sizes = jnp.where(jnp.isnan(lost), jnp.nan, sizes)
         rows.append(jnp.stack([error, lost, *sizes]))
     measures = jnp.stack(rows)
     return jnp.where(jnp.isfinite(measures), measures, jnp.nan)
@@ -163,21 +163,18 @@ def _rounding(role: Role, first: Fp8Array, second: Fp8Array) -> Float[Array, ""]
 
 
 def _flushed(x: Float[Array, "r c"], left: Float[Array, "r c"]) -> Float[Array, ""]:
-    """Returns what a cast that makes `left` of an operand loses to zeros."""
-    sizes = jnp.abs(x)
-    is_flushed = (sizes > 0) & (left == 0)
-    return jnp.maximum(*(_mean_lost(sizes, is_flushed, axis) for axis in (0, 1)))
+    """Returns what a cast that makes `left` of an operand loses to zeros.
 
-
-def _mean_lost(
-    sizes: Float[Array, "r c"], is_flushed: Bool[Array, "r c"], axis: int
-) -> Float[Array, ""]:
-    """Returns the share of its magnitude that a slice loses, the mean of slices."""
-    totals = jnp.sum(sizes, axis)
-    lost = jnp.sum(jnp.where(is_flushed, sizes, 0.0), axis)
-    shares = lost / jnp.where(totals > 0, totals, 1.0)
-    count = jnp.sum(totals > 0, dtype=jnp.float32)
-    return jnp.sum(shares) / jnp.maximum(count, 1)
+    The share of its magnitude that a column, or a row, loses, the mean of all.
+    """
+    sizes, means = jnp.abs(x), []
+    for axis in (0, 1):
+        totals = jnp.sum(sizes, axis)
+        lost = jnp.sum(jnp.where(left == 0, sizes, 0.0), axis)
+        count = jnp.sum(totals > 0, dtype=jnp.float32)
+        shares = lost / jnp.where(totals > 0, totals, 1.0)
+        means.append(jnp.sum(shares) / jnp.maximum(count, 1))
+    return jnp.maximum(*means)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

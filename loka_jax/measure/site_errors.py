@@ -108,7 +108,7 @@ def _score(
     tells how far a scale lags behind.
     """
     (m, k), n, ref = operands.lhs.shape, operands.rhs.shape[1], exact(role, operands)
-    arrays = [getattr(operands, name) for name in ROLE_OPERANDS[role]]
+    first, second = (getattr(operands, name) for name in ROLE_OPERANDS[role])
     scores = {}
     for choice in candidates:
         recipe, state = choice.recipe, None
@@ -116,10 +116,10 @@ def _score(
             start = scaling.init_delayed(recipe)
             state = scaling.update_delayed(start, operands.amaxes, recipe)
         if choice.provider == "xla":
-            out = product(role, *arrays, recipe, state)
+            out = product(role, first, second, recipe, state)
         else:
             plan = resolve(SiteSpec(m=m, k=k, n=n), choice, local_device())
-            out = run_site(plan, SiteArrays(*arrays), state)
+            out = run_site(plan, SiteArrays(first, second), state)
         # Otherwise the compiler would omit the rounding of a product to bfloat16.
         scores[choice.name] = errors(ref, jax.lax.optimization_barrier(out))
     return scores

@@ -218,8 +218,8 @@ def _relative_l2_of_drhs(
         lost = jnp.zeros_like(exact)
         if recipe.gemm("drhs") is not None:
             views = quantized(operands, "drhs", recipe, first, second)
-            rounded = (view.dequantize()[:, :rows] for view in views)
-            lost = (_products_of_parts(*rounded, _PARTS) - exact) / unit
+            one, two = (view.dequantize()[:, :rows] for view in views)
+            lost = (_products_of_parts(one, two, _PARTS) - exact) / unit
         errors.append(jnp.sqrt(_expected_square(lost, copies) / signal))
     return jnp.stack(errors)
 

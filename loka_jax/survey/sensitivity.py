@@ -208,10 +208,7 @@ def refusals(
         if reason is None:
             break
         alone = alone or {path: effect_of({path: x}) for path, x in left.items()}
-        highs = {
-            path: np.nan_to_num(x.rise.high, nan=np.inf) for path, x in alone.items()
-        }
-        worst = max(left, key=highs.__getitem__)
+        worst = max(left, key=lambda x: np.nan_to_num(alone[x].rise.high, nan=np.inf))
         refused[worst] = f"{reason}; here by {alone[worst].rise.mean:.4%}"
         say(f"{worst}: {refused[worst]}")
         del left[worst]

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.scipy.stats import rankdata
+from jaxtyping import Float
 
 from loka_jax import nn
 from loka_jax.dispatch.policy import Limits, why_unsafe
@@ -168,7 +169,7 @@ def prediction(sites: list[dict[str, Any]]) -> dict[str, Any]:
         if values:
             off = [abs(value / real - 1) for value, real in values if real > 0]
             found[source] = {
-                "rank_correlation": rank_correlation(*np.asarray(values).T),
+                "rank_correlation": rank_correlation(np.asarray(values)),
                 "mean_deviation": float(np.mean(off)),
                 "wrong_verdicts": wrong,
                 "count": len(values),
@@ -185,12 +186,12 @@ def _candidates(sites: list[dict[str, Any]]) -> Iterator[tuple[Any, str, str, An
                     yield site, role, name, record
 
 
-def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
+def rank_correlation(pairs: Float[np.ndarray, "n 2"]) -> float | None:
     """Returns Spearman's rank correlation; None for fewer than three pairs."""
-    if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
+    if len(pairs) < 3 or np.any(np.ptp(pairs, axis=0) == 0):
         return None
-    ranks = np.asarray(rankdata(np.stack([a, b]), axis=1))  # equal values share one
-    return float(np.corrcoef(ranks)[0, 1])
+    ranks = np.asarray(rankdata(pairs, axis=0))  # equal values share one
+    return float(np.corrcoef(ranks.T)[0, 1])
 
 
 def _survey_site(

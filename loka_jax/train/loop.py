@@ -364,7 +364,7 @@ class Loop:
 
     def _meta(self) -> dict[str, Any]:
         return {
-            "progress": self.progress.to_json(),
+            "progress": dataclasses.asdict(self.progress),
             "config": self.run.config.identity(),
             "plan": as_json(self.run.plan),
             "data": self.run.splits.identity,

@@ -192,9 +192,8 @@ def likely_cause(
 def _logloss(step: EvalStep, state: TrainState, batch: Batch) -> float:
     """Returns the largest log loss of a task, infinite if one is not finite."""
     seen, _ = step(state, metrics.init_like(state.metrics), batch)
-    values = [metrics.compute(task)["logloss"] for task in metrics.split_tasks(seen)]
-    known = all(value is not None and math.isfinite(value) for value in values)
-    return max(values) if known else math.inf
+    values = (metrics.compute(task)["logloss"] for task in metrics.split_tasks(seen))
+    return max(x if x is not None and math.isfinite(x) else math.inf for x in values)
 
 
 def poisoned(state: TrainState) -> bool:

@@ -64,13 +64,9 @@ class Progress:
     scale_watch: ScaleWatch = ScaleWatch()
     days: tuple[dict[str, Any], ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the progress as JSON values."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Progress":
-        """Returns the progress from the values of `to_json`; refuses others."""
+        """Returns the progress from those of `dataclasses.asdict`; refuses others."""
         try:
             for name in {field.name for field in dataclasses.fields(cls)} - {*data}:
                 raise ValueError(f"{name} is missing")

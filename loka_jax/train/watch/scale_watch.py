@@ -13,7 +13,7 @@ step waits for it: looks are read where a log line or a checkpoint waits anyway.
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ class Finding(NamedTuple):
     `ratios` are by "site/operand", the worst first.
     """
 
-    fault: Literal["clipped", "flushed"]
+    fault: str  # "clipped" or "flushed"
     age: int
     ratios: dict[str, float]
 
