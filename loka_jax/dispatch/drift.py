@@ -119,11 +119,9 @@ def health(
     Args:
         operands: some rows of those of a step.
         errors: relative L2 of the products by role.
-        recipe: of the site.
         fp8_results: roles whose products leave in FP8 without a scale of their own if
             they run in FP8, see `Site.fp8_results`: the error has what saturates
             there, too.
-        limits: on errors.
     """
     (m, k), n = operands.lhs.shape, operands.rhs.shape[1]
     site = resolve(SiteSpec(m=m, k=k, n=n), Choice("xla", recipe), local_device())

@@ -33,8 +33,8 @@ def interval(values: np.ndarray) -> Interval:
     mean, count = float(np.mean(values)), len(values)
     if count == 1:
         return Interval(mean, mean, mean)
-    error = float(np.std(values, ddof=1)) / math.sqrt(count)
-    return _around(mean, _quantile(count) * error)
+    half = _quantile(count) * float(np.std(values, ddof=1)) / math.sqrt(count)
+    return Interval(mean, mean - half, mean + half)
 
 
 def next_value(mean: float, deviation: float, count: int | float) -> Interval:
@@ -50,7 +50,8 @@ def next_value(mean: float, deviation: float, count: int | float) -> Interval:
     """
     if count <= 1:
         return Interval(mean, -math.inf, math.inf)
-    return _around(mean, _quantile(count) * deviation * math.sqrt(1 + 1 / count))
+    half = _quantile(count) * deviation * math.sqrt(1 + 1 / count)
+    return Interval(mean, mean - half, mean + half)
 
 
 def _quantile(count: int | float) -> float:
@@ -58,7 +59,3 @@ def _quantile(count: int | float) -> float:
     from scipy.special import stdtrit  # a fifth of a second, not for --help
 
     return float(stdtrit(count - 1, _UPPER))
-
-
-def _around(mean: float, half: float) -> Interval:
-    return Interval(mean, mean - half, mean + half)

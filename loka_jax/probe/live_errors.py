@@ -136,7 +136,6 @@ def live_errors(
     that do not run in FP8 at this k and n.
 
     Args:
-        recipes: whatever runs at the site.
         steps: number of steps before, by which rows and columns are chosen.
         axis_names: mesh axes over which the rows of the batch are spread.
         copies: how many times as many rows drhs contracts, like these: its relative L2

@@ -36,9 +36,7 @@ class MatrixNormal(NamedTuple):
     """The learned distribution of a weight.
 
     Attributes:
-        steps: the number of weights seen.
         moves: the number of deviations from the mean that U and V were learned from.
-        mean: the moving average of the weight.
         rows: U in diagonal blocks, with trace k.
         columns: V in diagonal blocks; zeros before the first deviation.
     """

@@ -27,7 +27,6 @@ class Moments(NamedTuple):
 
     Attributes:
         count: the number of rows; their total weight after a `decay`.
-        mean: the mean of each feature.
         scatter: the sum of outer products about the mean, in diagonal blocks.
     """
 

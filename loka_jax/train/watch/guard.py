@@ -85,11 +85,6 @@ class Guard:
             lowest = ne if lowest is None else min(lowest, ne)
         return Guard(lowest=lowest, bad_windows=self.bad_windows + 1 if is_bad else 0)
 
-    @property
-    def has_diverged(self) -> bool:
-        """True after two bad windows in a row."""
-        return self.bad_windows >= _WINDOWS
-
 
 def judged(seen: Guard, run: Run, state: TrainState, step: int) -> Guard:
     """Returns the guard after the training examples since the last log line.
@@ -97,7 +92,7 @@ def judged(seen: Guard, run: Run, state: TrainState, step: int) -> Guard:
     Raises Diverged, with the symptom, if this was one bad window too many.
     """
     seen = seen.after_steps(run, state, step)
-    if seen.has_diverged:
+    if seen.bad_windows >= _WINDOWS:
         ne = metrics.capped_ne(state.metrics).ne
         raise Diverged(
             f"the NE of the training examples is {ne:.3g}, and predicting the mean "

@@ -31,7 +31,6 @@ class Progress:
 
     Attributes:
         step: steps taken, including skipped ones.
-        position: position of the next batch.
         examples: training examples seen.
         seconds: time spent training, without evaluations and checkpoints.
         plateau: the state of the plateau schedule and of early stopping.

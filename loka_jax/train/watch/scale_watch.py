@@ -48,10 +48,7 @@ class Look(NamedTuple):
     """A look at the newest steps, which the device may still be computing.
 
     Attributes:
-        step: the number of steps taken.
         position: position of the next batch.
-        recipes: the recipes of the sites by path.
-        ratios: `amax_ratios` of each site.
         swamped: share of the nonzero dense values of the newest batch that become zero
             in E4M3 under a scale for the largest of them.
         largest: the place of that value in the batch, and the value.
@@ -68,14 +65,11 @@ class Look(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """The operands that were off their scales in one step, and how many steps ago.
-
-    `ratios` are by "site/operand", the worst first.
-    """
+    """The operands that were off their scales in one step, the worst first."""
 
     fault: str  # "clipped" or "flushed"
-    age: int
-    ratios: dict[str, float]
+    age: int  # steps taken since
+    ratios: dict[str, float]  # by "site/operand"
 
     def text(self, names: list[str]) -> str:
         """Returns a clause on some of the operands, the worst first."""
