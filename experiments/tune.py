@@ -48,8 +48,6 @@ from loka_jax.train.logs.printing import plain
 from loka_jax.train.session import standard_output, train
 from loka_jax.train.state import TrainState
 
-_LOSS_RECIPE = "fp8_tensorwise"  # the recipe whose effect on the loss is measured
-
 
 def tune(
     config: Config, options: TuneConfig, path: pathlib.Path, arguments: list[str]
@@ -136,12 +134,8 @@ def _effects(
     run: Run, state: TrainState, max_batches: int, say: Callable[[str], None]
 ) -> dict[str, Interval]:
     """Returns the relative effect of an FP8 forward product on the loss, by path."""
-    effects = sensitivity(run, state, recipe=_LOSS_RECIPE, max_batches=max_batches)
-    relative = {
-        path: Interval(*(effect[x] / effect["loss"] for x in ("change", "low", "high")))
-        for path, effect in effects.items()
-        if path != ALL
-    }
+    effects = sensitivity(run, state, max_batches)
+    relative = {path: x.rise for path, x in effects.items() if path != ALL}
     for path in [path for path, x in relative.items() if not all(map(isfinite, x))]:
         say(f"{path}: its effect on the loss is not finite and was left out")
         del relative[path]

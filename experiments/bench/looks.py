@@ -88,7 +88,7 @@ def measure(arguments: Arguments, size: int) -> dict[str, Any]:
     steps = chain_of(run.train_step(scales_initialized=True), held, batches, READ_STEP)
     times = time_chains({"step": steps, "look": looks}, calls=arguments.calls)
     kernels = profile_kernels(looks, calls=3)
-    every = run.config.loop.look_every
+    every = run.config.probe.look_every
     return {
         **{name: timing._asdict() for name, timing in times.items()},
         "look_every": every,

@@ -7,8 +7,7 @@ performance the times of all candidates, measured or predicted: `work`, `regress
 policy      limits on errors, and the fastest choice within them
 chains      the fastest choices of sites that hand FP8 on
 plan        the choices for a model, site by site
-drift       whether operands are still what they were, while training, by what
-            `operand_health` measures of them
+drift       whether operands are still what they were, while training
 tuning      measures the sites of a model; `measuring` one site, in worker processes
 at_start    measures what may matter, within a budget
 """

@@ -19,11 +19,10 @@ changes the others follow the new plan too.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from loka_jax.dispatch.candidates import table_key
@@ -37,9 +36,9 @@ from loka_jax.dispatch.policy import (
     Limits,
     shares_of_limits,
 )
-from loka_jax.dispatch.table import Entry, Errors, RoleErrors, Table
+from loka_jax.dispatch.table import Entry, RoleErrors, Table
 from loka_jax.group import Cross
-from loka_jax.measure.intervals import Interval, next_value, quantile
+from loka_jax.measure.intervals import Interval, next_value
 from loka_jax.nn import Site
 from loka_jax.probe.live_errors import LiveErrors
 from loka_jax.quality import MEASURES
@@ -47,18 +46,6 @@ from loka_jax.recipe import ROLES, Role
 from loka_jax.site import Choice
 
 LEAST_STEPS = 3.0  # observed steps, below which errors are not judged
-
-
-class Review(NamedTuple):
-    """Decisions that replace those of a plan, with their reasons.
-
-    Attributes:
-        demoted: by path, of the sites whose FP8 is not accurate enough.
-        promoted: by path, of the sites with faster FP8.
-    """
-
-    demoted: Mapping[str, Decision]
-    promoted: Mapping[str, Decision]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +69,12 @@ class Reviewer:
         plan: DispatchPlan,
         errors: Mapping[str, RoleErrors],
         demoted_before: Collection[str] = (),
-    ) -> Review:
-        """Returns what live errors change; nothing at sites that rules decide.
+    ) -> tuple[dict[str, Decision], dict[str, Decision]]:
+        """Returns the demoted and the promoted sites of the plan that runs, by path.
+
+        None are sites that rules decide.
 
         Args:
-            plan: that runs.
             errors: by path, of the sites to review (`live_intervals`).
             demoted_before: paths of the sites that earlier reviews have demoted.
         """
@@ -106,7 +94,7 @@ class Reviewer:
                 promoted[path] = best._replace(reason=reason)
         demoted |= self._followers(demoted, plan, within)
         promoted |= self._followers(promoted, plan, within)
-        return Review(demoted, {p: x for p, x in promoted.items() if p not in demoted})
+        return demoted, {p: x for p, x in promoted.items() if p not in demoted}
 
     def _followers(
         self,
@@ -137,14 +125,8 @@ class Reviewer:
     def _decide(
         self, errors: Mapping[str, RoleErrors], limits: Limits
     ) -> dict[str, Decision]:
-        plan = make_plan(
-            self.sites,
-            self.performance,
-            limits=limits,
-            rules=self.rules,
-            config=self.config,
-            errors=errors,
-        )
+        options = {"rules": self.rules, "config": self.config, "errors": errors}
+        plan = make_plan(self.sites, self.performance, limits=limits, **options)
         return dict(plan.decisions)
 
 
@@ -175,31 +157,19 @@ def _part(limits: Limits, share: float) -> Limits:
     )
 
 
-class Ratio(NamedTuple):
-    """How much larger live errors are than drawn ones, as natural logarithms.
-
-    Attributes:
-        mean: over the sites.
-        deviation: over the sites.
-        count: of the sites.
-    """
-
-    mean: float
-    deviation: float
-    count: int
-
-
-# By role and measure.
-type Ratios = dict[Role, dict[str, Ratio]]
+# How much larger live errors are than drawn ones, by role and measure: the natural
+# logarithm, with the interval that another site's lies in.
+type Ratios = dict[Role, dict[str, Interval]]
 
 
 def live_intervals(errors: LiveErrors, recipes: Sequence[str]) -> RoleErrors:
     """Returns the live errors of a site, of products seen in enough steps."""
-    moments = np.asarray(jax.device_get(errors.moments), np.float64)
+    sums = np.asarray(errors.sums, np.float64)
     intervals: RoleErrors = {role: {} for role in ROLES}
-    for recipe, by_role in zip(recipes, moments, strict=True):
+    for recipe, by_role in zip(recipes, sums, strict=True):
         for role, by_measure in zip(ROLES, by_role, strict=True):
-            if _effective_steps(by_measure[0]) >= LEAST_STEPS:
+            weight, squares, *_ = by_measure[0]
+            if weight**2 >= LEAST_STEPS * squares > 0:  # their effective number
                 intervals[role][recipe] = {
                     measure: _next_step(values)
                     for measure, values in zip(MEASURES, by_measure, strict=True)
@@ -212,21 +182,20 @@ def ratios(live: Mapping[str, RoleErrors], drawn: Mapping[str, RoleErrors]) -> R
 
     Recipes at a site err alike, and count once.
     """
-    by_role: Ratios = {}
-    for role in ROLES:
-        logs: dict[str, list[float]] = {measure: [] for measure in MEASURES}
+    by_role: Ratios = {role: {} for role in ROLES}
+    for role, measure in itertools.product(ROLES, MEASURES):
+        logs = []
         for path in live.keys() & drawn.keys():
-            for measure in MEASURES:
-                at_site = _log_ratios(live[path][role], drawn[path][role], measure)
-                if at_site:
-                    logs[measure].append(float(np.mean(at_site)))
-        by_role[role] = {
-            measure: Ratio(
-                float(np.mean(values)), float(np.std(values, ddof=1)), len(values)
-            )
-            for measure, values in logs.items()
-            if len(values) >= 2
-        }
+            ours, theirs = live[path][role], drawn[path][role]
+            means = [
+                (ours[recipe][measure].mean, theirs[recipe][measure].mean)
+                for recipe in ours.keys() & theirs.keys()
+            ]
+            if at_site := [math.log(a / b) for a, b in means if a > 0 and b > 0]:
+                logs.append(float(np.mean(at_site)))
+        if len(logs) >= 2:
+            mean, deviation = float(np.mean(logs)), float(np.std(logs, ddof=1))
+            by_role[role][measure] = next_value(mean, deviation, len(logs))
     return by_role
 
 
@@ -238,10 +207,8 @@ def own_errors(live: RoleErrors, drawn: RoleErrors, ratios: Ratios) -> RoleError
     """
     if not any(live.values()) and not any(ratios.values()):
         return drawn
-    own: RoleErrors = {}
-    for role in ROLES:
-        by_measure = ratios.get(role, {})
-        own[role] = dict(live.get(role, {}))
+    own: RoleErrors = {role: dict(live.get(role, {})) for role in ROLES}
+    for role, by_measure in ratios.items():
         for recipe, errors in drawn.get(role, {}).items():
             if recipe not in own[role] and len(by_measure) == len(MEASURES):
                 own[role][recipe] = {
@@ -258,55 +225,30 @@ def with_live(
 
     `config` is that of `make_plan`.
     """
-    keys = {
-        site.path: key
-        for site in sites
-        if site.path in live and (key := table_key(site.spec)) in table.sites
-    }
-    drawn = {
-        path: table.sites[key].errors.get(f"{config} {path}", {})
-        for path, key in keys.items()
-    }
-    drawn = {path: errors for path, errors in drawn.items() if errors}
-    by_role = ratios(live, drawn)
+    keys = {site.path: table_key(site.spec) for site in sites if site.path in live}
+    keys = {path: key for path, key in keys.items() if key in table.sites}
+    names = {path: f"{config} {path}" for path in keys}
+    drawn = {p: table.sites[key].errors.get(names[p], {}) for p, key in keys.items()}
+    by_role = ratios(live, {path: errors for path, errors in drawn.items() if errors})
     entries: dict = {}
     for path, key in keys.items():
-        own = own_errors(live[path], drawn.get(path, {}), by_role)
-        if own:
-            entry = entries.setdefault(key, Entry())
-            entry.errors[f"{config} {path}"] = own
+        if own := own_errors(live[path], drawn[path], by_role):
+            entries.setdefault(key, Entry()).errors[names[path]] = own
     return dataclasses.replace(table, sites=entries)
 
 
-def _effective_steps(values: np.ndarray) -> float:
-    weight, squares, *_ = values
-    return weight**2 / squares if squares > 0 else 0.0
-
-
-def _next_step(values: np.ndarray) -> Interval:
+def _next_step(sums: np.ndarray) -> Interval:
     """Returns the mean over steps, with the interval of another step's error."""
-    weight, squares, mean, m2 = values
-    freedom = weight - squares / weight
-    deviation = math.sqrt(max(m2, 0.0) / freedom)
-    return next_value(float(mean), deviation, _effective_steps(values))
+    weight, squares, total, total_squares = map(float, sums)
+    m2 = max(total_squares - total**2 / weight, 0.0)
+    deviation = math.sqrt(m2 / (weight - squares / weight))
+    return next_value(total / weight, deviation, weight**2 / squares)
 
 
-def _log_ratios(
-    live: Mapping[str, Errors], drawn: Mapping[str, Errors], measure: str
-) -> list[float]:
-    means = [
-        (live[recipe][measure].mean, drawn[recipe][measure].mean)
-        for recipe in live.keys() & drawn.keys()
-    ]
-    return [math.log(a / b) for a, b in means if a > 0 and b > 0]
-
-
-def _corrected(drawn: Interval, ratio: Ratio) -> Interval:
+def _corrected(drawn: Interval, ratio: Interval) -> Interval:
     """Returns a drawn error times the ratio of another site."""
     if not drawn.mean > 0:
         return drawn
-    spread = ratio.deviation * math.sqrt(1 + 1 / ratio.count)
     own = math.log(max(drawn.high / drawn.mean, 1.0))
-    half = math.hypot(quantile(ratio.count) * spread, own)
-    mean = drawn.mean * math.exp(ratio.mean)
+    half, mean = math.hypot(ratio.half, own), drawn.mean * math.exp(ratio.mean)
     return Interval(mean, mean * math.exp(-half), mean * math.exp(half))

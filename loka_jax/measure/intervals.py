@@ -13,12 +13,7 @@ _UPPER = 0.975  # an interval leaves out 2.5 % at either end
 
 
 class Interval(NamedTuple):
-    """A mean, and its 95 % interval.
-
-    Attributes:
-        mean: of the values.
-        low, high: the ends of the interval; infinite if one value tells nothing.
-    """
+    """A mean and its 95 % interval, whose ends may be infinite."""
 
     mean: float
     low: float
@@ -38,8 +33,8 @@ def interval(values: np.ndarray) -> Interval:
     mean, count = float(np.mean(values)), len(values)
     if count == 1:
         return Interval(mean, mean, mean)
-    error = float(np.std(values, ddof=1)) / math.sqrt(count)
-    return _around(mean, quantile(count) * error)
+    half = _quantile(count) * float(np.std(values, ddof=1)) / math.sqrt(count)
+    return Interval(mean, mean - half, mean + half)
 
 
 def next_value(mean: float, deviation: float, count: int | float) -> Interval:
@@ -50,21 +45,17 @@ def next_value(mean: float, deviation: float, count: int | float) -> Interval:
     So it covers the mean of later values even if they drift within the spread.
 
     Args:
-        mean: of the values.
         deviation: their standard deviation, by `count - 1`.
         count: their number; effectively, if their weights differ.
     """
     if count <= 1:
         return Interval(mean, -math.inf, math.inf)
-    return _around(mean, quantile(count) * deviation * math.sqrt(1 + 1 / count))
+    half = _quantile(count) * deviation * math.sqrt(1 + 1 / count)
+    return Interval(mean, mean - half, mean + half)
 
 
-def quantile(count: int | float) -> float:
+def _quantile(count: int | float) -> float:
     """Returns the standard errors from the mean of `count` values to either end."""
     from scipy.special import stdtrit  # a fifth of a second, not for --help
 
     return float(stdtrit(count - 1, _UPPER))
-
-
-def _around(mean: float, half: float) -> Interval:
-    return Interval(mean, mean - half, mean + half)

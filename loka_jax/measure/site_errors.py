@@ -13,27 +13,24 @@ a heavy-tailed mean: the mean over draws has an interval.
 
 import concurrent.futures
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from loka_jax import fp8, quality, scaling
-from loka_jax.fp8 import Fp8Array
+from loka_jax import quality, scaling
 from loka_jax.measure.compiling import untuned_here
 from loka_jax.measure.intervals import Interval, interval
 from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
-from loka_jax.ops.products import Products, SiteOperand
+from loka_jax.ops.products import Products
 from loka_jax.ops.run_site import SiteArrays, run_site
-from loka_jax.probe.capture import Sample
-from loka_jax.probe.live_errors import Operands
+from loka_jax.probe.live_errors import Operands, blocks
+from loka_jax.quality import MEASURES, Measure
 from loka_jax.recipe import (
-    OPERANDS,
     ROLE_OPERANDS,
     ROLES,
     Recipe,
@@ -45,54 +42,17 @@ from loka_jax.site import BF16, Choice, SiteSpec
 from loka_jax.xla import high_precision_matmul
 
 PAIRS = 64  # draws; the paper takes 50 to 100
-_MEDIAN_ELEMENTS = 1 << 15
 
 # By name: a function from a seed to operands, and the seeds.
-type Sources = Mapping[str, tuple[Callable[[Any], Operands | Sample], Iterable[Any]]]
+type Sources = Mapping[str, tuple[Callable[[Any], Operands], Iterable[Any]]]
 # By role, candidate, source and measure.
 type SiteErrors = dict[Role, dict[str, dict[str, dict[str, Interval]]]]
-
-
-class Errors(NamedTuple):
-    """The errors of a product, of one draw or as arrays over draws.
-
-    Attributes:
-        mere: mean element-wise relative error, as the paper defines it.
-        relative_l2: `||x - ref|| / ||ref||`.
-        median: of the element-wise relative errors; of very many, an even sample.
-        worst_row: the largest relative L2 of a row that is not all zero.
-    """
-
-    mere: Any
-    relative_l2: Any
-    median: Any
-    worst_row: Any
-
-
-class CastRates(NamedTuple):
-    """The damage of a role's casts to the worse operand, as shares of elements.
-
-    Attributes:
-        underflow: nonzero elements that became zero.
-        saturation: elements at the largest magnitude of their format.
-    """
-
-    underflow: Float[Array, ""]
-    saturation: Float[Array, ""]
-
-
-class _Scores(NamedTuple):
-    errors: Errors
-    rates: CastRates
 
 
 def site_errors(
     spec: SiteSpec, sources: Sources, recipes: tuple[str, ...]
 ) -> SiteErrors:
-    """Returns the errors of each role's candidates, by source of the operands.
-
-    Measures are those of `Errors` and of `CastRates`.
-    """
+    """Returns the errors of each role's candidates, by source of the operands."""
     measure_role = functools.partial(_role_errors, spec, sources, recipes)
     # In parallel, since most of it is compilation.
     with concurrent.futures.ThreadPoolExecutor(len(ROLES)) as pool:
@@ -103,8 +63,8 @@ def role_candidates(
     spec: SiteSpec, role: Role, recipes: tuple[str, ...]
 ) -> list[Choice]:
     """Returns the choices that differ at a role of a site, bfloat16 first."""
-    candidates = [BF16]
-    gemms = set()
+    product_alone = SiteSpec(m=spec.m, k=spec.k, n=spec.n)
+    candidates, gemms = [BF16], set()
     for recipe in map(get_recipe, recipes):
         choice = Choice("xla", recipe)
         gemm = resolve(spec, choice, local_device()).recipe.gemm(role)
@@ -114,14 +74,9 @@ def role_candidates(
         candidates.append(choice)
         # Only the fused kernel multiplies differently from XLA.
         fused = Choice("pallas", recipe)
-        if role == "fwd" and resolve(_product(spec), fused, local_device()).is_fused:
+        if role == "fwd" and resolve(product_alone, fused, local_device()).is_fused:
             candidates.append(fused)
     return candidates
-
-
-def _product(spec: SiteSpec) -> SiteSpec:
-    """Returns the site of the product alone."""
-    return SiteSpec(m=spec.m, k=spec.k, n=spec.n)
 
 
 def _role_errors(
@@ -135,94 +90,46 @@ def _role_errors(
     )
     by_name: dict[str, dict[str, dict[str, Interval]]] = {}
     for source, (draw, seeds) in sources.items():
-        draws = []
-        for seed in seeds:
-            operands = draw(seed)
-            draws.append(score(*(getattr(operands, x) for x in ROLE_OPERANDS[role])))
+        draws = [score(draw(seed)) for seed in seeds]
         scores = jax.tree.map(lambda *x: np.stack(x), *jax.device_get(draws))
         for candidate in candidates:
-            intervals = _intervals(scores[candidate.name])
+            values = scores[candidate.name]
+            intervals = {name: interval(value) for name, value in values.items()}
             by_name.setdefault(candidate.name, {})[source] = intervals
     return by_name
 
 
 def _score(
-    role: Role, candidates: tuple[Choice, ...], first: Array, second: Array
-) -> dict[str, _Scores]:
-    """Returns the scores of all candidates on one pair of operands."""
-    ref = exact_product(role, first, second)
+    role: Role, candidates: tuple[Choice, ...], operands: Operands
+) -> dict[str, dict[Measure, Array]]:
+    """Returns the errors of all candidates on some operands.
+
+    Delayed scales are made from the amaxes of the operands themselves: `amax_ratio`
+    tells how far a scale lags behind.
+    """
+    (m, k), n, ref = operands.lhs.shape, operands.rhs.shape[1], exact(role, operands)
+    first, second = (getattr(operands, name) for name in ROLE_OPERANDS[role])
     scores = {}
-    for candidate in candidates:
-        state = _state(role, candidate.recipe, first, second)
-        out = _run_role(candidate, role, first, second, state)
+    for choice in candidates:
+        recipe, state = choice.recipe, None
+        if recipe.is_delayed:
+            start = scaling.init_delayed(recipe)
+            state = scaling.update_delayed(start, operands.amaxes, recipe)
+        if choice.provider == "xla":
+            out = product(role, first, second, recipe, state)
+        else:
+            plan = resolve(SiteSpec(m=m, k=k, n=n), choice, local_device())
+            out = run_site(plan, SiteArrays(first, second), state)
         # Otherwise the compiler would omit the rounding of a product to bfloat16.
-        out = jax.lax.optimization_barrier(out)
-        rates = cast_rates(role, first, second, candidate.recipe, state)
-        scores[candidate.name] = _Scores(errors(ref, out), rates)
+        scores[choice.name] = errors(ref, jax.lax.optimization_barrier(out))
     return scores
 
 
-def _state(
-    role: Role, recipe: Recipe, first: Array, second: Array
-) -> DelayedScaling | None:
-    """Returns the delayed scales that a role's operands were cast with.
-
-    They are made from the amaxes of the operands themselves: `amax_ratio` tells how far
-    a scale lags behind. The operand that the role lacks has an amax of 1.
-    """
-    if not recipe.is_delayed:
-        return None
-    own = dict(zip(ROLE_OPERANDS[role], (first, second), strict=True))
-    unit = jnp.ones((), jnp.float32)
-    amaxes = [fp8.amax(own[name]) if name in own else unit for name in OPERANDS]
-    start = scaling.init_delayed(recipe)
-    return scaling.update_delayed(start, jnp.stack(amaxes), recipe)
-
-
-def _run_role(
-    choice: Choice,
-    role: Role,
-    first: Array,
-    second: Array,
-    state: DelayedScaling | None,
-) -> Array:
-    """Returns a role's product by a choice."""
-    if choice.provider == "xla":
-        return product(role, first, second, choice.recipe, state)
-    m, k, n = _sizes(role, first, second)
-    plan = resolve(SiteSpec(m=m, k=k, n=n), choice, local_device())
-    out = run_site(plan, SiteArrays(first, second), state)
-    assert isinstance(out, jax.Array)
-    return out
-
-
-def _intervals(scores: _Scores) -> dict[str, Interval]:
-    """Returns mean and interval of every measure."""
-    values: dict[str, np.ndarray] = scores.errors._asdict() | scores.rates._asdict()
-    return {name: interval(value) for name, value in values.items()}
-
-
-def errors(ref: Float[Array, "m n"], x: Float[Array, "m n"]) -> Errors:
+def errors(
+    ref: Float[Array, "m n"], x: Float[Array, "m n"]
+) -> dict[Measure, Float[Array, ""]]:
     """Returns the errors of a product."""
-    ref, x = ref.astype(jnp.float32), x.astype(jnp.float32)
-    counted = ref != 0
-    relative = jnp.abs(x - ref) / jnp.where(counted, jnp.abs(ref), 1.0)
-    worst_db = quality.worst_slice_sqnr(ref, x)
-    return Errors(
-        mere=quality.mere(ref, x),
-        relative_l2=quality.relative_l2(ref, x),
-        median=jnp.nanmedian(_sampled(jnp.where(counted, relative, jnp.nan))),
-        worst_row=10 ** (-worst_db / 20),
-    )
-
-
-def _sampled(x: Float[Array, "m n"]) -> Float[Array, "e"]:
-    # Sorting all elements would take longer than everything else. Steps without a
-    # divisor in common with the columns sample all of them.
-    step = max(1, x.size // _MEDIAN_ELEMENTS)
-    while math.gcd(step, x.shape[1]) > 1:
-        step += 1
-    return x.ravel()[::step]
+    return {measure: getattr(quality, measure)(ref, x) for measure in MEASURES}
 
 
 def product(
@@ -236,63 +143,21 @@ def product(
 
     The result has the compute dtype; drhs, the gradient of a master weight, float32.
     """
-    products, operands = _read(role, first, second, recipe, state)
-    out_dtype = jnp.float32 if role == "drhs" else recipe.compute_dtype
-    return products.multiply(role, *operands, out_dtype=out_dtype)
-
-
-def exact_product(
-    role: Role, first: Float[Array, "..."], second: Float[Array, "..."]
-) -> Float[Array, "..."]:
-    """Returns a role's product in float32."""
-    a, b = {
-        "fwd": lambda: (first, second.T),
-        "dlhs": lambda: (first, second),
-        "drhs": lambda: (first.T, second.T),
-    }[role]()
-    return high_precision_matmul(a, b, compute_dtype=jnp.float32, out_dtype=jnp.float32)
-
-
-def cast_rates(
-    role: Role,
-    first: Float[Array, "..."],
-    second: Float[Array, "..."],
-    recipe: Recipe,
-    state: DelayedScaling | None = None,
-) -> CastRates:
-    """Returns the damage of a role's casts; zeros if it has none."""
-    products, operands = _read(role, first, second, recipe, state)
-    underflow = saturation = jnp.zeros((), jnp.float32)
-    for name, operand in zip(ROLE_OPERANDS[role], operands, strict=True):
-        cast = products.view(role, name, operand)
-        if isinstance(cast, Fp8Array):
-            assert operand.value is not None
-            # Counts, since the cast may be transposed.
-            nonzero = _count_nonzero(operand.value)
-            flushed = nonzero - _count_nonzero(cast.data)
-            underflow = jnp.maximum(underflow, flushed / jnp.maximum(nonzero, 1))
-            rate = quality.saturation_rate(cast.data)
-            rate *= cast.data.size / operand.value.size  # of which some are padding
-            saturation = jnp.maximum(saturation, rate)
-    return CastRates(underflow, saturation)
-
-
-def _count_nonzero(x: Array) -> Float[Array, ""]:
-    return jnp.sum(x.astype(jnp.float32) != 0, dtype=jnp.float32)
-
-
-def _read(
-    role: Role, first: Array, second: Array, recipe: Recipe, state
-) -> tuple[Products, tuple[SiteOperand, SiteOperand]]:
     m, k, n = _sizes(role, first, second)
     spec = SiteSpec(m=m, k=k, n=n)
     products = Products.of(resolve(spec, Choice("xla", recipe), local_device()))
-    names = ROLE_OPERANDS[role]
     a, b = (
         products.read(name, x, state, roles=(role,))
-        for name, x in zip(names, (first, second), strict=True)
+        for name, x in zip(ROLE_OPERANDS[role], (first, second), strict=True)
     )
-    return products, (a, b)
+    out_dtype = jnp.float32 if role == "drhs" else recipe.compute_dtype
+    return products.multiply(role, a, b, out_dtype=out_dtype)
+
+
+def exact(role: Role, operands: Operands) -> Float[Array, "..."]:
+    """Returns a role's product in float32."""
+    dtypes = {"compute_dtype": jnp.float32, "out_dtype": jnp.float32}
+    return high_precision_matmul(*blocks(operands, role), **dtypes)
 
 
 def _sizes(role: Role, first: Array, second: Array) -> tuple[int, int, int]:

@@ -30,8 +30,7 @@ from loka_jax.ops.interaction import dot_features, join_features
 from loka_jax.ops.joined_norm import joined_norm
 from loka_jax.ops.products import Activations
 from loka_jax.ops.residual import Residual
-from loka_jax.probe.capture import Capture
-from loka_jax.probe.site import ProbeConfig
+from loka_jax.probe.site import Capture, ProbeConfig
 
 if TYPE_CHECKING:
     from loka_jax.nn.nnx_convert import Fp8State, ProbeStats, take_scaling

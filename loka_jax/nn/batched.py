@@ -1,6 +1,6 @@
-"""Products within each example as sites: announced, seen by Probe, without a choice.
+"""Products within each example as sites: announced, without a choice.
 
-They run in the operands' dtype. Probe takes both operands as activations.
+They run in the operands' dtype, and Probe does not see them.
 """
 
 import dataclasses
@@ -9,7 +9,6 @@ from flax import linen
 from jaxtyping import Array, Float
 
 from loka_jax.nn.context import current
-from loka_jax.nn.observed import per_sample_tap
 from loka_jax.nn.sites import announce
 from loka_jax.ops.plan import resolve
 from loka_jax.recipe import Recipe
@@ -21,11 +20,9 @@ class BatchedSite(linen.Module):
 
     Attributes:
         recipe: as that of other sites; its FP8 casts are left out.
-        axis_names: mesh axes over which examples are spread, under `shard_map` only.
     """
 
     recipe: str | Recipe = "fp8_tensorwise"
-    axis_names: tuple[str, ...] = ()
 
     @linen.nowrap
     def announce(self, batch: int, spec: SiteSpec, **attributes) -> None:
@@ -37,18 +34,11 @@ class BatchedSite(linen.Module):
         self,
         out: Float[Array, "B m n"],
         lhs: Float[Array, "B m k"],
-        rhs: Float[Array, "B k n"] | Float[Array, "k n"],
     ) -> Float[Array, "B m n"]:
-        """Returns `out`, the product; the site is announced and its operands seen."""
+        """Returns `out`, the product; the site is announced."""
         batch, m, n = out.shape
-        k = lhs.shape[-1]
-        self.announce(batch, SiteSpec(m=m, k=k, n=n))
-        observe = per_sample_tap(self, k, n, self.axis_names)
-        if observe is None:
-            return out
-        columns = rhs if rhs.ndim == 2 else rhs.transpose(1, 0, 2).reshape(k, batch * n)
-        rows = observe(out.reshape(batch * m, n), lhs.reshape(batch * m, k), columns)
-        return rows.reshape(out.shape)
+        self.announce(batch, SiteSpec(m=m, k=lhs.shape[-1], n=n))
+        return out
 
 
 def announce_batched(module, batch: int, spec: SiteSpec, **attributes) -> None:

@@ -24,7 +24,7 @@ from loka_jax.group import Group
 from loka_jax.nn.batched import announce_batched, in_high_precision
 from loka_jax.nn.context import current
 from loka_jax.nn.explicit_axes import run_in_auto
-from loka_jax.nn.observed import per_sample_tap, site_tap
+from loka_jax.nn.observed import site_tap
 from loka_jax.nn.scale_state import read_scaling
 from loka_jax.nn.sites import announce
 from loka_jax.ops.device import local_device
@@ -165,7 +165,9 @@ def product(
         return _left(module, lhs, rhs, dimension_numbers, precision, out_dtype)
     if batch_dims:
         out = jax.lax.dot_general(lhs, rhs, dimension_numbers, precision, out_dtype)
-        return _batched_site(module, out, lhs, rhs, dimension_numbers)
+        batch, m, k, n = _sizes(lhs, rhs, dimension_numbers)
+        announce_batched(module, batch, SiteSpec(m=m, k=k, n=n))
+        return out
     lhs_rows, lhs_shape = _as_matrix(lhs, lhs_dims, contract_last=True)
     rhs_columns, rhs_shape = _as_matrix(rhs, rhs_dims, contract_last=False)
     out = _site_matmul(module, (lhs_rows,), rhs_columns, **attributes)
@@ -217,19 +219,6 @@ def _left(module: Any, lhs, rhs, dimension_numbers, precision, out_dtype) -> Arr
     plan = resolve(SiteSpec(m=m, k=k, n=n), BF16, local_device())
     announce(module, plan, left=why_left)
     return jax.lax.dot_general(lhs, rhs, dimension_numbers, precision, out_dtype)
-
-
-def _batched_site(module: Any, out, lhs, rhs, dimension_numbers):
-    """Announces a batched product and returns it; Probe sees its operands."""
-    (lhs_dims, rhs_dims), _ = dimension_numbers
-    batch, m, k, n = _sizes(lhs, rhs, dimension_numbers)
-    announce_batched(module, batch, SiteSpec(m=m, k=k, n=n))
-    observe = per_sample_tap(module, k, n, module.axis_names)
-    if observe is None:
-        return out
-    lhs_rows, _ = _as_matrix(lhs, lhs_dims, contract_last=True)
-    rhs_columns, _ = _as_matrix(rhs, rhs_dims, contract_last=False)
-    return observe(out.reshape(-1, n), lhs_rows, rhs_columns).reshape(out.shape)
 
 
 def planned(module: Any, spec: SiteSpec) -> KernelPlan:

@@ -38,7 +38,7 @@ class Compress(linen.Module):
         shape = (x.shape[1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, jnp.float32)
         site = BatchedSite(self.recipe, name="compress")
-        return _observe_product(site, ops.compress(x, kernel), x, kernel)
+        return _compressed(site, x, kernel)
 
 
 class FmLcb(linen.Module):
@@ -87,9 +87,9 @@ class FmLcb(linen.Module):
             if joined and plan.why_not_residual(joined) is None:
                 return ops.fm_lcb_residual(x, kernel, k=k, counts=joined, plan=plan)
             return *ops.fm_lcb(x, kernel, k=k, plan=plan), x
-        p = _observe_product(first, ops.compress(x, kernel), x, kernel)
+        p = _compressed(first, x, kernel)
         p_k = p[:, :k].swapaxes(1, 2)
-        return second(ops.product(x, p_k), x, p_k), p[:, k:], x
+        return second(ops.product(x, p_k), x), p[:, k:], x
 
     @linen.nowrap
     def _plan(self, x: Array) -> ops.FmLcbPlan:
@@ -115,10 +115,11 @@ class Fm(linen.Module):
     ) -> Float[Array, "B n k"]:
         """Returns FM of each example."""
         xt = x.swapaxes(1, 2)
-        p = BatchedSite(self.recipe, name="compress")(ops.product(xt, y), xt, y)
-        return BatchedSite(self.recipe, name="fm")(ops.product(x, p), x, p)
+        p = BatchedSite(self.recipe, name="compress")(ops.product(xt, y), xt)
+        return BatchedSite(self.recipe, name="fm")(ops.product(x, p), x)
 
 
-def _observe_product(site: BatchedSite, out: Array, x: Array, kernel: Array) -> Array:
-    """Returns `out = W^T X` [B, m, d], a site in the form `X^T W`."""
-    return site(out.swapaxes(1, 2), x.swapaxes(1, 2), kernel).swapaxes(1, 2)
+def _compressed(site: BatchedSite, x: Array, kernel: Array) -> Array:
+    """Returns `W^T X` [B, m, d], a site in the form `X^T W`."""
+    out = ops.compress(x, kernel).swapaxes(1, 2)
+    return site(out, x.swapaxes(1, 2)).swapaxes(1, 2)

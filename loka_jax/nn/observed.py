@@ -20,8 +20,7 @@ from loka_jax.nn.context import current
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.tap import Observer, tap
 from loka_jax.probe import site
-from loka_jax.probe.capture import Sample
-from loka_jax.probe.site import ProbeConfig, SiteStats
+from loka_jax.probe.site import ProbeConfig, Sample, SiteStats
 from loka_jax.recipe import OPERANDS, Recipe
 from loka_jax.scaling import DelayedScaling, delayed_cast, stored_scales
 
@@ -43,7 +42,9 @@ def site_tap(
     # Its gradient is left to the product: this use contributes nothing.
     seen = None if state is None else jax.lax.stop_gradient(state)
     scales = _scales(seen, plan.choice.recipe)
-    return _observe(observer, axis_names, scales, stats)
+    # A pytree, so that a site can take its arrays as arguments.
+    observe = functools.partial(_observed, observer, axis_names)
+    return jax.tree_util.Partial(observe, scales, stats)
 
 
 def _scales(
@@ -59,28 +60,6 @@ def _scales(
         None if delayed_cast(operand, recipe) is None else state.factor(operand)
         for operand in OPERANDS
     )
-
-
-def per_sample_tap(
-    module: Any, k: int, n: int, axis_names: tuple[str, ...]
-) -> Callable[[Array, Array, Array], Array] | None:
-    """Returns a tap like `site_tap`'s, for a product whose rhs differs by sample.
-
-    It takes (b m, n), (b m, k) and (k, b n) for a batch of b products. Only statistics
-    are taken of them; `Capture` does not see them.
-    """
-    observer = current().observer
-    if not isinstance(observer, ProbeConfig):
-        return None
-    init = functools.partial(site.empty_stats, k, n, observer, is_per_sample=True)
-    stats = module.variable(PROBE, "stats", init).value
-    return _observe(observer, axis_names, (None, None, None), stats)
-
-
-def _observe(observer: Observer, axis_names, scales, stats):
-    # A pytree, so that a site can take its arrays as arguments.
-    observe = functools.partial(_observed, observer, axis_names)
-    return jax.tree_util.Partial(observe, scales, stats)
 
 
 def _observed(observer: Observer, axis_names, scales, stats, out, lhs, rhs) -> Array:
@@ -102,7 +81,7 @@ def is_of_site(x: Any) -> bool:
 def merge_stats(stats: Any, batch: Any, config: ProbeConfig) -> Any:
     """Returns a collection PROBE after a batch was observed."""
     return jax.tree.map(
-        lambda a, b: site.merge(a, b, config),
+        lambda a, b: site.merge(a, b, config.decay),
         stats,
         batch,
         is_leaf=is_of_site,

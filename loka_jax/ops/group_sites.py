@@ -134,7 +134,7 @@ class GroupSite(NamedTuple):
 
         For what is only read element by element: one byte in place of two. Its scale
         needs no amax, see `_UNIT_EXPONENT`; values far beyond that saturate, which
-        looks at operands measure (`dispatch.operand_health`).
+        looks at operands measure (`dispatch.drift`).
 
         In high precision the product is bfloat16.
         """

@@ -11,6 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jaxtyping import Array, Float
 
+from loka_jax.probe.live_errors import Operands, operands_of
+
 
 @runtime_checkable
 class Observer(Protocol):
@@ -21,13 +23,7 @@ class Observer(Protocol):
         ...
 
     def observe(
-        self,
-        stats: Any,
-        lhs: Array,
-        rhs: Array,
-        g: Array,
-        scales: tuple[Array | None, ...],
-        axis_names: tuple[str, ...],
+        self, stats: Any, operands: Operands, axis_names: tuple[str, ...]
     ) -> Any:
         """Returns the statistics of a batch, in a tree like that of `init`."""
         ...
@@ -47,7 +43,7 @@ def tap(
 
     Args:
         axis_names: mesh axes over which rows are spread, under `shard_map`.
-        scales: of the casts of lhs, rhs and g, see `probe.site.observe`.
+        scales: of the casts of lhs, rhs and g, see `operands_of`.
         stats: the statistics of the site so far.
     """
     del observer, axis_names, lhs, rhs, scales, stats
@@ -61,7 +57,8 @@ def _forward(observer, axis_names, out, lhs, rhs, scales, stats):
 
 def _backward(observer, axis_names, residuals, g):
     lhs, rhs, scales, stats = residuals
-    batch = observer.observe(stats, lhs, rhs, g, scales, axis_names)
+    operands = operands_of(lhs, rhs, g, scales, axis_names)
+    batch = observer.observe(stats, operands, axis_names)
     return g, None, None, None, batch
 
 

@@ -18,17 +18,13 @@ _JITTER = 1e-6
 _MIN_JITTER = 1e-30  # if all variances are zero
 
 
-def block_size(k: int, max_bytes: int = MAX_BYTES) -> int:
-    """Returns s: k if k x k float32 fit, else the largest power of two for k x s.
-
-    Raises:
-        ValueError: if not even the variances fit.
-    """
-    if 4 * k > max_bytes:
-        raise ValueError(f"{k} variances take more than {max_bytes=}.")
-    if 4 * k * k <= max_bytes:
+def block_size(k: int) -> int:
+    """Returns s: k if k x k float32 fit, else the largest power of two for k x s."""
+    if 4 * k > MAX_BYTES:
+        raise ValueError(f"{k} variances take more than {MAX_BYTES=}.")
+    if 4 * k * k <= MAX_BYTES:
         return k
-    return 1 << int(math.log2(max_bytes // (4 * k)))
+    return 1 << int(math.log2(MAX_BYTES // (4 * k)))
 
 
 def split(x: Float[Array, "... k"], size: int) -> Float[Array, "... b s"]:

@@ -20,8 +20,7 @@ seen tells. The errors of the steps are averaged. Their spread over the steps te
 far the error of another step may lie from the mean.
 """
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -37,7 +36,6 @@ from loka_jax.recipe import (
     ROLE_OPERANDS,
     ROLES,
     Cast,
-    GemmRecipe,
     Operand,
     Recipe,
     Role,
@@ -51,9 +49,6 @@ _TAIL_SHARE = 8  # of the rows that are seen, one in so many is of the tail
 _PARTS = 8  # of the rows, whose products tell what more rows would add
 _SLICE = 512  # rows that a float32 product sums one after another
 _GOLDEN = 2654435769  # of 2^32: the golden ratio, whose multiples spread evenly
-# Of each measure: the sums of the steps' weights and of their squares, and the weighted
-# mean and sum of squared deviations.
-_WEIGHT, _SQUARES, _MEAN, _M2 = range(4)
 
 
 class LiveErrors(NamedTuple):
@@ -61,33 +56,54 @@ class LiveErrors(NamedTuple):
 
     Attributes:
         steps: number of observed steps, or microbatches.
-        moments: of each recipe, role and measure; recipes in the order of the
-            `ProbeConfig` that observes.
+        sums: of each recipe, role and measure, over the steps of weight w and error x:
+            of w, w^2, w x and w x^2. In float32 they tell a spread of a thousandth of
+            the mean. Recipes are in the order of the `ProbeConfig` that observes.
     """
 
     steps: Float[Array, ""]
-    moments: Float[Array, "recipes 3 3 4"]
+    sums: Float[Array, "recipes 3 3 4"]
 
     @property
     def relative_l2(self) -> Float[Array, "recipes 3"]:
         """The mean relative L2 errors by role; NaN where none was finite."""
-        of_l2 = self.moments[:, :, MEASURES.index("relative_l2")]
-        return jnp.where(of_l2[..., _WEIGHT] > 0, of_l2[..., _MEAN], jnp.nan)
+        weight, _, total, _ = jnp.moveaxis(
+            self.sums[:, :, MEASURES.index("relative_l2")], -1, 0
+        )
+        return jnp.where(weight > 0, total / jnp.maximum(weight, 1e-9), jnp.nan)
 
 
 class Operands(NamedTuple):
-    """The operands of a site, and the scales of their delayed casts.
+    """The operands of a site, or some of their rows, and how far all rows reach.
 
     Attributes:
         lhs, rhs, g: the operands, g the gradient of the product.
-        scales: `scale_inv` with which lhs, rhs and g are cast; None, or 0, for those
-            that their amaxes give.
+        amaxes: of lhs, rhs and g, over all rows and devices.
+        scales: `scale_inv` of their delayed casts; 0 where their amaxes give it.
     """
 
     lhs: Float[Array, "m k"]
     rhs: Float[Array, "k n"]
     g: Float[Array, "m n"]
-    scales: tuple[Float[Array, ""] | None, ...] = (None,) * len(OPERANDS)
+    amaxes: Float[Array, "3"]
+    scales: Float[Array, "3"]
+
+
+def operands_of(
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "k n"],
+    g: Float[Array, "m n"],
+    scales: Sequence[Float[Array, ""] | None] = (None,) * len(OPERANDS),
+    axis_names: tuple[str, ...] = (),
+) -> Operands:
+    """Returns operands of a step, whose rows are spread over some mesh axes.
+
+    `scales` are those that they are cast with; None, or 0, where the amax gives them.
+    """
+    arrays = jax.lax.stop_gradient((lhs, rhs, g))
+    amaxes = fp8.amax_over_devices(jnp.stack([*map(fp8.amax, arrays)]), axis_names)
+    stored = [jnp.zeros(()) if scale is None else scale for scale in scales]
+    return Operands(*arrays, amaxes, jnp.stack(stored))
 
 
 def empty_errors(recipes: int) -> LiveErrors:
@@ -97,29 +113,14 @@ def empty_errors(recipes: int) -> LiveErrors:
 
 
 def merge(a: LiveErrors, b: LiveErrors, decay: float = 1.0) -> LiveErrors:
-    """Returns the errors after another step, or after several.
+    """Returns the errors after the later steps of `b`.
 
-    Args:
-        a, b: the errors; `b` those of the later steps.
-        decay: factor on the weight of the earlier steps.
+    `decay` is the factor on the weight of the earlier steps.
     """
     kept = jnp.where(b.steps > 0, decay, 1.0)
-    factors = jnp.stack([kept, kept**2, jnp.ones(()), kept])
-    before = a.moments * factors.reshape(1, 1, 1, 4)
-    weight = before[..., _WEIGHT] + b.moments[..., _WEIGHT]
-    share = b.moments[..., _WEIGHT] / jnp.where(weight > 0, weight, 1.0)
-    difference = b.moments[..., _MEAN] - before[..., _MEAN]
-    between = before[..., _WEIGHT] * share * difference**2
-    moments = jnp.stack(
-        [
-            weight,
-            before[..., _SQUARES] + b.moments[..., _SQUARES],
-            before[..., _MEAN] + share * difference,
-            before[..., _M2] + b.moments[..., _M2] + between,
-        ],
-        axis=-1,
-    )
-    return LiveErrors(a.steps + b.steps, moments)
+    factors = jnp.stack([kept, kept**2, kept, kept])
+    sums = a.sums * factors.reshape(1, 1, 1, 4) + b.sums
+    return LiveErrors(a.steps + b.steps, sums)
 
 
 def live_errors(
@@ -135,35 +136,26 @@ def live_errors(
     that do not run in FP8 at this k and n.
 
     Args:
-        operands: of the site.
-        recipes: whatever runs at the site.
         steps: number of steps before, by which rows and columns are chosen.
         axis_names: mesh axes over which the rows of the batch are spread.
         copies: how many times as many rows drhs contracts, like these: its relative L2
             is extrapolated to them.
     """
-    operands = Operands(*jax.lax.stop_gradient(operands))
-    shift = _shift(steps)
-    by_role = [
-        _role_errors(operands, recipes, role, shift, axis_names) for role in ROLES
-    ]
-    values = jnp.stack(by_role, axis=1)  # [recipes, roles, measures]
+    # The share of the way to the next row or column that a step begins at.
+    whole = jnp.asarray(steps).astype(jnp.uint32) * jnp.uint32(_GOLDEN)  # modulo 2^32
+    shift = whole.astype(jnp.float32) / 2.0**32
+    by_role = (_role_errors(operands, recipes, x, shift, axis_names) for x in ROLES)
+    values = jnp.stack([*by_role], axis=1)  # [recipes, roles, measures]
     if copies > 1:
-        told = _relative_l2_of_drhs(operands, recipes, shift, axis_names, copies)
+        told = _relative_l2_of_drhs(operands, recipes, shift, copies)
         place = ROLES.index("drhs"), MEASURES.index("relative_l2")
         known = jnp.where(jnp.isfinite(told), told, values[:, *place])
         values = values.at[:, *place].set(known)
-    weight = jnp.all(jnp.isfinite(values), axis=2, keepdims=True).astype(jnp.float32)
-    weights = jnp.broadcast_to(weight, values.shape)
-    means = jnp.where(weights > 0, values, 0.0)
-    moments = jnp.stack([weights, weights, means, jnp.zeros_like(means)], axis=-1)
-    return LiveErrors(jnp.ones(()), moments)
-
-
-def _shift(steps: Float[Array, ""] | float) -> Float[Array, ""]:
-    """Returns the share of the way to the next row or column that a step begins at."""
-    whole = jnp.asarray(steps).astype(jnp.uint32) * jnp.uint32(_GOLDEN)  # modulo 2^32
-    return whole.astype(jnp.float32) / 2.0**32
+    is_known = jnp.all(jnp.isfinite(values), axis=2, keepdims=True)
+    values = jnp.where(is_known, values, 0.0)
+    weights = jnp.broadcast_to(is_known, values.shape).astype(jnp.float32)
+    sums = jnp.stack([weights, weights, values, values**2], axis=-1)
+    return LiveErrors(jnp.ones(()), sums)
 
 
 def _role_errors(
@@ -174,7 +166,7 @@ def _role_errors(
     axis_names: tuple[str, ...],
 ) -> Float[Array, "recipes measures"]:
     """Returns the errors of each recipe's product; NaN where it has none in FP8."""
-    first, second = _blocks(operands, role, shift)
+    first, second = blocks(operands, role, shift)
     # Errors of few of a row's columns vary more, which makes up for fewer rows.
     num_rows = first.shape[0] if role == "drhs" else operands.lhs.shape[0]
     gemms = [recipe.gemm(role) for recipe in recipes]
@@ -183,24 +175,26 @@ def _role_errors(
     is_fp8 = xla.why_not(_ANY_ROWS, *operands.rhs.shape) is None
     if not (any(gemms) and is_fp8 and first.size):
         return jnp.broadcast_to(nothing[None], (len(recipes), len(MEASURES)))
-    f32 = jnp.float32
-    (ref,) = _products_of_parts(first, second, 1)
-    total = functools.partial(_total, role, axis_names)
-    rows = []
+
+    def total(product: Array) -> Array:
+        """Returns a product, summed over devices where they hold parts of it."""
+        product = product.astype(jnp.float32)
+        is_split = role == "drhs" and axis_names
+        return jax.lax.psum(product, axis_names) if is_split else product
+
+    ref, rows = total(_products_of_parts(first, second, 1)[0]), []
     for recipe, gemm in zip(recipes, gemms, strict=True):
         if gemm is None:
             rows.append(nothing)
             continue
-        casts = _casts(operands, role, gemm, recipe, axis_names)
         out = xla.fp8_matmul(
-            *(cast(x) for cast, x in zip(casts, (first, second), strict=True)),
-            out_dtype=f32 if role == "drhs" else recipe.compute_dtype,
+            *quantized(operands, role, recipe, first, second),
+            out_dtype=jnp.float32 if role == "drhs" else recipe.compute_dtype,
             fast_accumulation=gemm.fast_accumulation,
         )
         # Otherwise the compiler would omit the rounding of a product to bfloat16.
-        out = jax.lax.optimization_barrier(out)
-        out = total(out.astype(f32))
-        rows.append(_errors(total(ref), out, role, num_rows, axis_names))
+        out = total(jax.lax.optimization_barrier(out))
+        rows.append(_errors(ref, out, role, num_rows, axis_names))
     return jnp.stack(rows)
 
 
@@ -208,7 +202,6 @@ def _relative_l2_of_drhs(
     operands: Operands,
     recipes: Sequence[Recipe],
     shift: Float[Array, ""],
-    axis_names: tuple[str, ...],
     copies: int,
 ) -> Float[Array, "recipes"]:
     """Returns what to expect of drhs's relative L2 over many times as many rows.
@@ -216,20 +209,16 @@ def _relative_l2_of_drhs(
     It is not finite below 8 rows.
     """
     rows = operands.lhs.shape[0] // _PARTS * _PARTS
-    first, second = (x[:, :rows] for x in _blocks(operands, "drhs", shift))
+    first, second = (x[:, :rows] for x in blocks(operands, "drhs", shift))
     exact = _products_of_parts(first, second, _PARTS)
     unit = fp8.amax(exact)  # so that squares do not underflow
     signal, errors = _expected_square(exact / unit, copies), []
     for recipe in recipes:
         lost = jnp.zeros_like(exact)
-        if (gemm := recipe.gemm("drhs")) is not None:
-            of_first, of_second = _casts(operands, "drhs", gemm, recipe, axis_names)
-            rounded = _products_of_parts(
-                of_first(first).dequantize()[:, :rows],
-                of_second(second).dequantize()[:, :rows],
-                _PARTS,
-            )
-            lost = (rounded - exact) / unit
+        if recipe.gemm("drhs") is not None:
+            views = quantized(operands, "drhs", recipe, first, second)
+            one, two = (view.dequantize()[:, :rows] for view in views)
+            lost = (_products_of_parts(one, two, _PARTS) - exact) / unit
         errors.append(jnp.sqrt(_expected_square(lost, copies) / signal))
     return jnp.stack(errors)
 
@@ -267,80 +256,59 @@ def _expected_square(parts: Float[Array, "p r c"], copies: int) -> Float[Array, 
     return copies * own + pairs * jnp.maximum(others, 0.0)
 
 
-def _total(role: Role, axis_names: tuple[str, ...], product: Array) -> Array:
-    """Returns a product, summed over devices where they hold parts of it."""
-    if role != "drhs" or not axis_names:
-        return product
-    return jax.lax.psum(product, axis_names)
-
-
-def _blocks(
-    operands: Operands, role: Role, shift: Float[Array, ""]
+def blocks(
+    operands: Operands, role: Role, shift: Float[Array, ""] | None = None
 ) -> tuple[Array, Array]:
-    """Returns the rows of both operands to multiply, contracting their last dim."""
-    lhs, rhs, g, _ = operands
+    """Returns the operands of a role, contracting their last dim.
+
+    With a share at which a step begins, only the rows that are multiplied.
+    """
+    lhs, rhs, g, *_ = operands
     if role == "drhs":
         return _some(lhs, _COLUMNS, shift, axis=1).T, _some(g, _COLUMNS, shift, 1).T
-    if role == "dlhs":
-        return _some(g, _ROWS, shift, axis=0), rhs
-    return _some(lhs, _ROWS, shift, axis=0), rhs.T
+    first, second = (g, rhs) if role == "dlhs" else (lhs, rhs.T)
+    return _some(first, _ROWS, shift, axis=0), second
 
 
-def _some(x: Array, limit: int, shift: Float[Array, ""], axis: int) -> Array:
+def _some(x: Array, limit: int, shift: Float[Array, ""] | None, axis: int) -> Array:
     """Returns up to `limit` rows or columns, spread evenly, the first at a share.
 
     Every one of them is returned at some share, whatever their number.
     """
     size = x.shape[axis]
-    if size <= limit:
+    if size <= limit or shift is None:
         return x
     places = jnp.floor((jnp.arange(limit, dtype=jnp.float32) + shift) * (size / limit))
     return jnp.take(x, jnp.minimum(places.astype(jnp.int32), size - 1), axis=axis)
 
 
-def _casts(
-    operands: Operands,
-    role: Role,
-    gemm: GemmRecipe,
-    recipe: Recipe,
-    axis_names: tuple[str, ...],
-) -> Iterator[functools.partial[Fp8Array]]:
-    """Yields the cast of each operand of a role."""
-    names = ROLE_OPERANDS[role]
-    for name, cast in zip(names, (gemm.first, gemm.second), strict=True):
-        scale_inv = None
-        if cast.granularity == "tensorwise":
-            over = () if name == "rhs" else axis_names
-            scale_inv = _scale_inv(operands, name, cast, recipe, over)
-        yield functools.partial(quantized, cast, name, scale_inv)
+def quantized(
+    operands: Operands, role: Role, recipe: Recipe, *arrays: Array
+) -> list[Fp8Array]:
+    """Returns some rows of both operands of a role, cast by their last dim."""
+    gemm = recipe.gemm(role)
+    assert gemm is not None
+    casts = zip(ROLE_OPERANDS[role], (gemm.first, gemm.second), arrays, strict=True)
+    return [_quantized(operands, name, cast, recipe, x) for name, cast, x in casts]
 
 
-def _scale_inv(
-    operands: Operands,
-    name: Operand,
-    cast: Cast,
-    recipe: Recipe,
-    axis_names: tuple[str, ...],
-) -> Float[Array, ""]:
-    """Returns the factor that a whole operand is cast with."""
-    amax = fp8.amax_over_devices(fp8.amax(getattr(operands, name)), axis_names)
-    is_delayed = cast.scaling == "delayed"
-    margin = recipe.margin if is_delayed else 0
-    current = fp8.compute_scale_inv(
-        amax, cast.dtype, pow2_scale=cast.pow2_scale, margin=margin
-    )
-    stored = operands.scales[OPERANDS.index(name)] if is_delayed else None
-    return current if stored is None else jnp.where(stored > 0, stored, current)
-
-
-def quantized(cast: Cast, name: Operand, scale_inv: Array | None, x: Array):
-    """Returns rows in FP8, contracting their last dim."""
-    if scale_inv is not None:
-        return fp8.cast(x, scale_inv, cast.dtype)
+def _quantized(
+    operands: Operands, name: Operand, cast: Cast, recipe: Recipe, x: Array
+) -> Fp8Array:
     if cast.granularity == "rowwise":
         return fp8.quantize(x, cast.dtype, axes=(1,), pow2_scale=cast.pow2_scale)
-    tile = (BLOCK, BLOCK) if name == "rhs" else (1, BLOCK)
-    return fp8.quantize_tiles(x, cast.dtype, tile=tile, pow2_scale=cast.pow2_scale)
+    if cast.granularity == "blockwise":
+        tile = (BLOCK, BLOCK) if name == "rhs" else (1, BLOCK)
+        return fp8.quantize_tiles(x, cast.dtype, tile=tile, pow2_scale=cast.pow2_scale)
+    place, is_delayed = OPERANDS.index(name), cast.scaling == "delayed"
+    margin = recipe.margin if is_delayed else 0
+    scale_inv = fp8.compute_scale_inv(
+        operands.amaxes[place], cast.dtype, pow2_scale=cast.pow2_scale, margin=margin
+    )
+    if is_delayed:
+        stored = operands.scales[place]
+        scale_inv = jnp.where(stored > 0, stored, scale_inv)
+    return fp8.cast(x, scale_inv, cast.dtype)
 
 
 def _worst_of_all(errors: Float[Array, "r"], num_rows: int) -> Float[Array, ""]:
@@ -381,18 +349,11 @@ def _errors(
     is_counted = ref != 0
     signals, noises = jnp.sum(ref**2, axis=1), jnp.sum(noise**2, axis=1)
     relative = noise / jnp.where(is_counted, jnp.abs(ref), 1.0)
-    sums = jnp.stack(
-        [
-            jnp.sum(signals),
-            jnp.sum(noises),
-            jnp.sum(jnp.where(is_counted, relative, 0.0)),
-            jnp.sum(is_counted, dtype=jnp.float32),
-        ]
-    )
+    counted = jnp.where(is_counted, relative, 0.0), is_counted.astype(jnp.float32)
+    sums = jnp.stack([*map(jnp.sum, (signals, noises, *counted))])
+    sums = jax.lax.psum(sums, names)
     worst = _worst_of_all(jnp.where(signals > 0, noises / signals, 0.0), num_rows)
-    if names:
-        sums = jax.lax.psum(sums, names)
-        worst = jax.lax.pmax(worst, names)
+    worst = jax.lax.pmax(worst, names)
     signal, noise, relative, count = sums
     total = jnp.where(noise > 0, jnp.sqrt(noise / signal), 0.0)
     # A maximum may lose a NaN, a sum does not.

@@ -27,18 +27,16 @@ from jaxtyping import Array, Float
 
 from loka_jax.probe import blocks
 
-MOMENTUM = 0.99  # 0.9 leaves an error of a third in V (x) U, 0.99 one of 9 %
+_MOMENTUM = 0.99  # 0.9 leaves an error of a third in V (x) U, 0.99 one of 9 %
 _PRIOR = 8.0  # number of weights that the initial U and V count as, if k = n
-MEAN_MOMENTUM = 0.5  # a longer average would lag behind the weight
+_MEAN_MOMENTUM = 0.5  # a longer average would lag behind the weight
 
 
 class MatrixNormal(NamedTuple):
     """The learned distribution of a weight.
 
     Attributes:
-        steps: the number of weights seen.
         moves: the number of deviations from the mean that U and V were learned from.
-        mean: the moving average of the weight.
         rows: U in diagonal blocks, with trace k.
         columns: V in diagonal blocks; zeros before the first deviation.
     """
@@ -50,72 +48,55 @@ class MatrixNormal(NamedTuple):
     columns: Float[Array, "c t t"]
 
 
-def empty_weights(k: int, n: int, *, max_bytes: int = blocks.MAX_BYTES) -> MatrixNormal:
+def empty_weights(k: int, n: int) -> MatrixNormal:
     """Returns the initial state for a weight (k, n)."""
     return MatrixNormal(
         steps=jnp.zeros((), jnp.float32),
         moves=jnp.zeros((), jnp.float32),
         mean=jnp.zeros((k, n), jnp.float32),
-        rows=_identity(k, max_bytes),
-        columns=jnp.zeros_like(_identity(n, max_bytes)),
+        rows=_identity(k),
+        columns=jnp.zeros_like(_identity(n)),
     )
 
 
 def update(
-    state: MatrixNormal,
-    w: Float[Array, "k n"],
-    *,
-    momentum: float = MOMENTUM,
-    mean_momentum: float = MEAN_MOMENTUM,
-    moves_covariances: bool = True,
+    state: MatrixNormal, w: Float[Array, "k n"], *, moves_covariances: bool = True
 ) -> MatrixNormal:
     """Returns the state after one more weight; one that is not finite is ignored.
 
-    The first weight only sets the mean.
-
-    Args:
-        state: the state after the previous weights.
-        w: the weight.
-        momentum: momentum of the covariances.
-        mean_momentum: momentum of the mean.
-        moves_covariances: False updates only the mean, at a fraction of the cost.
+    The first weight only sets the mean. Without `moves_covariances` only the mean is
+    updated, at a fraction of the cost.
     """
     w = w.astype(jnp.float32)
     deviation = w - state.mean
-    mean = state.mean + _rate(mean_momentum, state.steps) * deviation
-    deviation = deviation * ((1 + mean_momentum) / 2) ** 0.5
+    # The weight's share of a bias-corrected average.
+    share = (1 - _MEAN_MOMENTUM) / (1 - _MEAN_MOMENTUM ** (state.steps + 1))
+    mean = state.mean + share * deviation
+    deviation = deviation * ((1 + _MEAN_MOMENTUM) / 2) ** 0.5
     is_finite = jnp.isfinite(jnp.sum(w))
     after = state._replace(steps=state.steps + 1, mean=mean)
     if moves_covariances:
         has_moved = (state.steps > 0) & (jnp.max(jnp.abs(deviation)) > 0)
-        after = _where(has_moved, _flip_flop(after, deviation, momentum), after)
+        after = _where(has_moved, _flip_flop(after, deviation), after)
     return _where(is_finite, after, state)
-
-
-def _rate(momentum: float, count: Float[Array, ""]) -> Float[Array, ""]:
-    """Returns the next value's share of a bias-corrected average of `count` values."""
-    return (1 - momentum) / (1 - momentum ** (count + 1))
 
 
 def _where(condition, a: MatrixNormal, b: MatrixNormal) -> MatrixNormal:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
 
-def _flip_flop(state: MatrixNormal, deviation, momentum: float) -> MatrixNormal:
+def _flip_flop(state: MatrixNormal, deviation) -> MatrixNormal:
     """Returns the state with U and V updated by a weight's deviation from the mean."""
     k, n = deviation.shape
-    row_size, column_size = state.rows.shape[-1], state.columns.shape[-1]
     # A single weight has too few rows or columns to determine U and V, so both start as
     # those of independent elements, which count as `prior` weights.
-    independent = jnp.mean(deviation * deviation) * _identity_like(n, state.columns)
+    independent = jnp.mean(deviation * deviation) * _identity(n)
     columns = jnp.where(state.moves == 0, independent, state.columns)
     prior = _PRIOR * max(k / n, n / k)
-    rate = jnp.maximum(1 - momentum, 1 / (state.moves + 1 + prior))
-    estimate = _gram(_whiten(deviation, columns), row_size) / n
-    rows = (1 - rate) * state.rows + rate * estimate
+    rate = jnp.maximum(1 - _MOMENTUM, 1 / (state.moves + 1 + prior))
+    rows = (1 - rate) * state.rows + rate * (_gram(_whiten(deviation, columns)) / n)
     rows = rows * (k / jnp.trace(rows, axis1=1, axis2=2).sum())
-    estimate = _gram(_whiten(deviation.T, rows), column_size) / k
-    columns = (1 - rate) * columns + rate * estimate
+    columns = (1 - rate) * columns + rate * (_gram(_whiten(deviation.T, rows)) / k)
     return state._replace(moves=state.moves + 1, rows=rows, columns=columns)
 
 
@@ -126,19 +107,14 @@ def _whiten(x: Float[Array, "p q"], covariance: Float[Array, "b s s"]):
     return blocks.join(whitened, x.shape[1])
 
 
-def _gram(x: Float[Array, "p q"], size: int) -> Float[Array, "b s s"]:
+def _gram(x: Float[Array, "p q"]) -> Float[Array, "b s s"]:
     """Returns the blocks of `x x^T`."""
-    parts = blocks.split(x.T, size)  # [q, b, s]
+    parts = blocks.split(x.T, blocks.block_size(x.shape[0]))  # [q, b, s]
     return jnp.einsum("qbs,qbt->bst", parts, parts, precision="highest")
 
 
-def _identity(k: int, max_bytes: int) -> Float[Array, "b s s"]:
-    size = blocks.block_size(k, max_bytes)
-    like = jnp.zeros((-(-k // size), size, size), jnp.float32)
-    return _identity_like(k, like)
-
-
-def _identity_like(k: int, like: Float[Array, "b s s"]) -> Float[Array, "b s s"]:
+def _identity(k: int) -> Float[Array, "b s s"]:
     """Returns the identity over k features, with zeros in the padding of a block."""
-    diagonal = blocks.split(jnp.ones((k,), jnp.float32), like.shape[-1])
-    return diagonal[:, :, None] * jnp.eye(like.shape[-1], dtype=jnp.float32)[None]
+    size = blocks.block_size(k)
+    diagonal = blocks.split(jnp.ones((k,), jnp.float32), size)
+    return diagonal[:, :, None] * jnp.eye(size, dtype=jnp.float32)[None]

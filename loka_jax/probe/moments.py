@@ -27,7 +27,6 @@ class Moments(NamedTuple):
 
     Attributes:
         count: the number of rows; their total weight after a `decay`.
-        mean: the mean of each feature.
         scatter: the sum of outer products about the mean, in diagonal blocks.
     """
 
@@ -41,58 +40,39 @@ class Moments(NamedTuple):
         return self.scatter / jnp.maximum(self.count - 1, 1)
 
 
-def empty_moments(k: int, *, max_bytes: int = blocks.MAX_BYTES) -> Moments:
+def empty_moments(k: int) -> Moments:
     """Returns the moments of no rows of k features."""
-    size = blocks.block_size(k, max_bytes)
+    size = blocks.block_size(k)
     zero = jnp.zeros((), jnp.float32)
     scatter = jnp.zeros((-(-k // size), size, size), jnp.float32)
     return Moments(zero, jnp.zeros((k,), jnp.float32), scatter)
 
 
-def moments_of(rows: Float[Array, "m k"], size: int) -> Moments:
-    """Returns the moments of `rows`, with the scatter in blocks of `size` features."""
+def moments_of(
+    rows: Float[Array, "m k"], size: int, axis_names: tuple[str, ...] = ()
+) -> Moments:
+    """Returns the moments of rows, with the scatter in blocks of `size` features.
+
+    Of the rows of all devices along some mesh axes, each of which has as many.
+    """
     rows = rows.astype(jnp.float32)
-    mean = jnp.mean(rows, axis=0)
+    mean = jax.lax.pmean(jnp.mean(rows, axis=0), axis_names)
     centred = blocks.split(rows - mean[None], size)
     # In TF32 on GPUs, ten times as fast: rows are rounded to 11 bits, but the result is
     # still a scatter, and positive semidefinite.
     scatter = jnp.einsum("mbs,mbt->bst", centred, centred, precision="default")
-    return Moments(jnp.float32(rows.shape[0]), mean, scatter)
-
-
-def merge(a: Moments, b: Moments) -> Moments:
-    """Returns the moments of the rows of both."""
-    count = a.count + b.count
-    share = b.count / jnp.maximum(count, 1)
-    difference = b.mean - a.mean
-    between = _outer(difference, a.scatter) * (a.count * share)
-    mean = a.mean + share * difference
-    return Moments(count, mean, a.scatter + b.scatter + between)
-
-
-def merge_over_devices(moments: Moments, axis_names: tuple[str, ...]) -> Moments:
-    """Returns the moments of the rows of all devices along some mesh axes.
-
-    The mean is reduced first, then each device's scatter about it, because raw sums of
-    squares would cancel where means are large.
-    """
-    if not axis_names:
-        return moments
-    count = jax.lax.psum(moments.count, axis_names)
-    weighted = jax.lax.psum(moments.count * moments.mean, axis_names)
-    mean = weighted / jnp.maximum(count, 1)
-    between = _outer(moments.mean - mean, moments.scatter) * moments.count
-    scatter = jax.lax.psum(moments.scatter + between, axis_names)
+    count = jnp.float32(rows.shape[0])
+    count, scatter = jax.lax.psum((count, scatter), axis_names)
     return Moments(count, mean, scatter)
 
 
-def decay(moments: Moments, factor: float | Float[Array, ""]) -> Moments:
-    """Returns the moments with the weight of every row multiplied by `factor`."""
-    return moments._replace(
-        count=factor * moments.count, scatter=factor * moments.scatter
-    )
-
-
-def _outer(x: Float[Array, "k"], like: Float[Array, "b s s"]) -> Float[Array, "b s s"]:
-    parts = blocks.split(x, like.shape[-1])
-    return parts[:, :, None] * parts[:, None, :]
+def merge(a: Moments, b: Moments, decay: float | Float[Array, ""] = 1.0) -> Moments:
+    """Returns the moments of the rows of both, those of `a` of a lower weight."""
+    before, scatter = decay * a.count, decay * a.scatter
+    count = before + b.count
+    share = b.count / jnp.maximum(count, 1)
+    difference = b.mean - a.mean
+    parts = blocks.split(difference, scatter.shape[-1])
+    between = parts[:, :, None] * parts[:, None, :] * (before * share)
+    mean = a.mean + share * difference
+    return Moments(count, mean, scatter + b.scatter + between)

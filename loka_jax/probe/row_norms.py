@@ -7,40 +7,23 @@ row's root mean square about the mean is counted in bins of half an octave, and 
 rows are scaled to match.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
 _LOWEST, _HIGHEST, _PER_OCTAVE = -56, 24, 2  # range of the bins in log2
-_BINS = (_HIGHEST - _LOWEST) * _PER_OCTAVE
+BINS = (_HIGHEST - _LOWEST) * _PER_OCTAVE
 _UNIT = 20  # rows are multiplied by 2^20, so that squares do not underflow float32
 
 
-class RowNorms(NamedTuple):
-    """Counts of rows by norm; their total weights after a decay.
+def norms_of(
+    rows: Float[Array, "m k"], centre: Float[Array, "k"]
+) -> Float[Array, "bins"]:
+    """Returns the counts of rows by their norm, the smallest first.
 
-    Attributes:
-        counts: one for each half octave of the root mean square, the smallest first.
-    """
-
-    counts: Float[Array, "bins"]
-
-
-def empty_norms() -> RowNorms:
-    """Returns the counts of no rows."""
-    return RowNorms(jnp.zeros((_BINS,), jnp.float32))
-
-
-def norms_of(rows: Float[Array, "m k"], centre: Float[Array, "k"]) -> RowNorms:
-    """Returns the counts of `rows`.
-
-    Args:
-        rows: any number of finite rows.
-        centre: the point from which norms are measured: the mean of earlier rows, which
-            is the same for all parts of a batch.
+    Norms are measured from `centre`: the mean of earlier rows, which is the same for
+    all parts of a batch.
     """
     deviation = (rows.astype(jnp.float32) - centre[None]) * 2.0**_UNIT
     squares = jnp.mean(deviation * deviation, axis=1)
@@ -48,29 +31,19 @@ def norms_of(rows: Float[Array, "m k"], centre: Float[Array, "k"]) -> RowNorms:
     # One bin per row, as XLA fuses the comparisons only with a sum over the last axis.
     low, high = jnp.asarray(_EDGES)[:, :, None]
     is_in_bin = (low <= squares[None]) & (squares[None] < high)
-    return RowNorms(jnp.sum(is_in_bin, axis=1, dtype=jnp.float32))
+    return jnp.sum(is_in_bin, axis=1, dtype=jnp.float32)
 
 
-def merge(a: RowNorms, b: RowNorms) -> RowNorms:
-    """Returns the counts of the rows of both."""
-    return RowNorms(a.counts + b.counts)
-
-
-def merge_over_devices(norms: RowNorms, axis_names: tuple[str, ...]) -> RowNorms:
-    """Returns the counts of the rows of all devices along some mesh axes."""
-    if not axis_names:
-        return norms
-    return RowNorms(jax.lax.psum(norms.counts, axis_names))
-
-
-def sample_scales(key: Key[Array, ""], norms: RowNorms, m: int) -> Float[Array, "m"]:
-    """Returns factors for m rows, drawn from `norms`; ones if it is empty.
+def sample_scales(
+    key: Key[Array, ""], counts: Float[Array, "bins"], m: int
+) -> Float[Array, "m"]:
+    """Returns factors for m rows, drawn from counts; ones if all are 0.
 
     The mean of their squares is 1 in expectation.
     """
     bin_key, place_key = jax.random.split(key)
-    centres = (jnp.arange(_BINS, dtype=jnp.float32) + 0.5) / _PER_OCTAVE
-    weights = norms.counts / jnp.maximum(jnp.sum(norms.counts), 1e-30)
+    centres = (jnp.arange(BINS, dtype=jnp.float32) + 0.5) / _PER_OCTAVE
+    weights = counts / jnp.maximum(jnp.sum(counts), 1e-30)
     # Relative to the largest norm seen, to keep exponents in range.
     top = jnp.max(jnp.where(weights > 0, centres, 0.0))
     centres = jnp.minimum(centres - top, 0.0)
@@ -79,12 +52,12 @@ def sample_scales(key: Key[Array, ""], norms: RowNorms, m: int) -> Float[Array, 
     within = (jax.random.uniform(place_key, (m,)) - 0.5) / _PER_OCTAVE
     drawn = jnp.exp2(centres[bins] + within)
     drawn = drawn / jnp.sqrt(jnp.maximum(mean_square, 1e-30))
-    return jnp.where(jnp.sum(norms.counts) > 0, drawn, 1.0)
+    return jnp.where(jnp.sum(counts) > 0, drawn, 1.0)
 
 
 # The mean of 4^u for u uniform in the half octave about 0.
 _IN_BIN = (2.0**0.5 - 2.0**-0.5) / (2 * 0.5 * 0.6931471805599453)
 # Lower and upper mean square of each bin, times 4^_UNIT; the outer bins are unbounded.
-_EDGES = 4.0 ** (np.arange(_BINS + 1) / _PER_OCTAVE + _LOWEST + _UNIT)
+_EDGES = 4.0 ** (np.arange(BINS + 1) / _PER_OCTAVE + _LOWEST + _UNIT)
 _EDGES = np.stack([_EDGES[:-1], _EDGES[1:]]).astype(np.float32)
 _EDGES[0, 0], _EDGES[1, -1] = 0.0, np.inf

@@ -14,20 +14,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from loka_jax.probe import blocks
-from loka_jax.probe.live_errors import Operands
+from loka_jax.probe.live_errors import Operands, operands_of
 from loka_jax.probe.matrix_normal import MatrixNormal
 from loka_jax.probe.moments import Moments
-from loka_jax.probe.row_norms import RowNorms, sample_scales
-from loka_jax.probe.site import SiteStats, weight_of
+from loka_jax.probe.row_norms import sample_scales
+from loka_jax.probe.site import SiteStats
 
 
 @functools.partial(jax.jit, static_argnames="rows")
 def draw_learned(key: Key[Array, ""], stats: SiteStats, rows: int) -> Operands:
     """Returns operands of a site with the learned means and covariances."""
     keys = jax.random.split(key, 3)
-    return Operands(
+    return operands_of(
         lhs=_rounded(sample_rows(keys[0], stats.lhs.moments, rows, stats.lhs.norms)),
-        rhs=sample_weight(keys[1], weight_of(stats).normal),
+        rhs=sample_weight(keys[1], stats.rhs.normal),
         g=_rounded(sample_rows(keys[2], stats.g.moments, rows, stats.g.norms)),
     )
 
@@ -37,7 +37,7 @@ def draw_normal(key: Key[Array, ""], sizes: tuple[int, int, int]) -> Operands:
     """Returns operands (m, k), (k, n), (m, n) from N(0, 1)."""
     m, k, n = sizes
     keys = jax.random.split(key, 3)
-    return Operands(
+    return operands_of(
         lhs=_rounded(jax.random.normal(keys[0], (m, k))),
         rhs=jax.random.normal(keys[1], (k, n)),
         g=_rounded(jax.random.normal(keys[2], (m, n))),
@@ -50,19 +50,18 @@ def _rounded(x: Array) -> Array:
 
 
 def sample_rows(
-    key: Key[Array, ""], moments: Moments, m: int, norms: RowNorms | None = None
+    key: Key[Array, ""],
+    moments: Moments,
+    m: int,
+    norms: Float[Array, "bins"],
 ) -> Float[Array, "m k"]:
-    """Returns m rows with the learned mean and covariance, float32.
-
-    Rows are Gaussian, as in the paper, if no norms are given.
-    """
+    """Returns m rows with the learned mean, covariance and norms, float32."""
     (k,), (b, s, _) = moments.mean.shape, moments.scatter.shape
     z_key, scale_key = jax.random.split(key)
     z = jax.random.normal(z_key, (m, b, s))
     drawn = blocks.join(blocks.times(z, blocks.factor(moments.covariance)), k)
-    if norms is not None:
-        drawn = drawn * sample_scales(scale_key, norms, m)[:, None]
-    return moments.mean[None] + drawn
+    scales = sample_scales(scale_key, norms, m)
+    return moments.mean[None] + drawn * scales[:, None]
 
 
 def sample_weight(key: Key[Array, ""], normal: MatrixNormal) -> Float[Array, "k n"]:

@@ -10,12 +10,11 @@ All are stored in one vector: each separate array would cost a kernel or two ins
 training step, and time to pass it in and out of every step.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from loka_jax import fp8
 from loka_jax.fp8 import Fp8Array
@@ -29,66 +28,40 @@ _NO_VARIANCE = 1e-6
 
 
 class Tails(NamedTuple):
-    """Statistics of all elements seen so far.
-
-    Attributes:
-        values: float32, in the order of `_FIELDS`; read them by the properties.
-    """
+    """Statistics of all elements seen so far, in the order of `_FIELDS`."""
 
     values: Float[Array, "10"]
 
     @property
     def count(self) -> Float[Array, ""]:
         """The number of elements."""
-        return self._value("count")
+        return self.values[0]
 
     @property
     def mean(self) -> Float[Array, ""]:
         """The mean of all elements."""
-        return self._value("mean")
+        return self.values[1]
 
-    @property
-    def variance(self) -> Float[Array, ""]:
-        """The variance of all elements."""
-        return self._value("m2") / jnp.maximum(self.count, 1)
+    def read(self) -> dict[str, Float[Array, ""]]:
+        """Returns the statistics by name.
 
-    @property
-    def kurtosis(self) -> Float[Array, ""]:
-        """`n M4 / M2^2`; 0 if the variance is 0."""
-        m2, m4 = self._value("m2"), self._value("m4")
-        safe = jnp.where(m2 > 0, m2, 1.0)
-        return jnp.where(m2 > 0, self.count * (m4 / safe) / safe, 0.0)
-
-    @property
-    def amax(self) -> Float[Array, ""]:
-        """The largest magnitude."""
-        return self._value("amax")
-
-    @property
-    def last_amax(self) -> Float[Array, ""]:
-        """The largest magnitude of the last batch or microbatch."""
-        return self._value("last_amax")
-
-    @property
-    def underflow_rate(self) -> Float[Array, ""]:
-        """The share of elements that become zero only in FP8."""
-        return self._value("flushed") / jnp.maximum(self.count, 1)
-
-    @property
-    def saturation_rate(self) -> Float[Array, ""]:
-        """The share of elements beyond the largest magnitude that the scale allows."""
-        return self._value("clipped") / jnp.maximum(self.count, 1)
-
-    @property
-    def amax_ratio(self) -> Float[Array, ""]:
-        """The last batch's amax over the one that its scale was made for.
-
-        0 before any cast.
+        mean, deviation, kurtosis (0 if the variance is), amax; last_amax, of the last
+        batch or microbatch; underflow, saturation: the shares of elements that become
+        zero only in FP8, and that are beyond what the scale allows; amax_ratio: the
+        last batch's amax over the one that its scale was made for.
         """
-        return self._value("amax_ratio")
-
-    def _value(self, name: str) -> Float[Array, ""]:
-        return self.values[_FIELDS.index(name)]
+        count, mean, m2, _, m4, amax, last_amax, flushed, clipped, ratio = self.values
+        safe, least = jnp.where(m2 > 0, m2, 1.0), jnp.maximum(count, 1)
+        return {
+            "mean": mean,
+            "deviation": jnp.sqrt(m2 / least),
+            "kurtosis": jnp.where(m2 > 0, count * (m4 / safe) / safe, 0.0),
+            "amax": amax,
+            "last_amax": last_amax,
+            "amax_ratio": ratio,
+            "underflow": flushed / least,
+            "saturation": clipped / least,
+        }
 
 
 def empty_tails() -> Tails:
@@ -98,37 +71,33 @@ def empty_tails() -> Tails:
 
 def tails_of(
     x: Float[Array, "m k"],
-    cast: Fp8Array | None = None,
+    cast: Fp8Array,
     *,
     centre: Float[Array, ""] | float = 0.0,
+    axis_names: tuple[str, ...] = (),
 ) -> Tails:
-    """Returns the tails of an array, and the effects of its cast if one is given.
+    """Returns the tails of an array that is not empty, and the effects of its cast.
 
     Args:
-        x: the array; not empty.
-        cast: its FP8 form, with scales that broadcast against it.
         centre: the point about which powers are summed: near the mean, if the mean is
             many standard deviations from zero.
+        axis_names: mesh axes over which the rows of the array are spread.
     """
-    count = float(x.size)
+    count = jax.lax.psum(jnp.float32(x.size), axis_names)
     deviation = x.astype(jnp.float32) - centre
     terms = [deviation, deviation**2, deviation**3, deviation**4]
-    if cast is not None:
-        reach = fp8.fp8_max(cast.data.dtype) * cast.scale_inv
-        terms.append((x != 0) & (cast.data.astype(jnp.float32) == 0))
-        terms.append(jnp.abs(x.astype(jnp.float32)) > jnp.broadcast_to(reach, x.shape))
-    t1, t2, t3, t4, *rates = _sums(*terms)
+    reach = fp8.fp8_max(cast.data.dtype) * cast.scale_inv
+    terms.append((x != 0) & (cast.data.astype(jnp.float32) == 0))
+    terms.append(jnp.abs(x.astype(jnp.float32)) > jnp.broadcast_to(reach, x.shape))
+    t1, t2, t3, t4, flushed, clipped = jax.lax.psum(_sums(*terms), axis_names)
     d = t1 / count
     m2 = jnp.where(t2 - d * t1 > _NO_VARIANCE * t2, t2 - d * t1, 0.0)
     m3 = t3 - 3 * d * t2 + 2 * d**2 * t1
     m4 = t4 - 4 * d * t3 + 6 * d**2 * t2 - 3 * d**3 * t1
-    amax = amax_of(x)
-    zero = jnp.zeros((), jnp.float32)
-    flushed, clipped, ratio = zero, zero, zero
-    if cast is not None:
-        (flushed, clipped), ratio = rates, amax / jnp.max(reach)
+    amax = fp8.amax_over_devices(amax_of(x), axis_names)
+    ratio = amax / jnp.max(reach)
     values = (centre + d, m2, m3, m4, amax, amax, flushed, clipped, ratio)
-    return Tails(jnp.stack([jnp.float32(count), *values]))
+    return Tails(jnp.stack([count, *values]))
 
 
 def amax_of(x: Float[Array, "m k"]) -> Float[Array, ""]:
@@ -160,24 +129,6 @@ def merge(a: Tails, b: Tails) -> Tails:
         jnp.where(has_b, ratio_b, ratio_a),
     )
     return Tails(jnp.stack(merged))
-
-
-def is_finite(tails: Tails) -> Bool[Array, ""]:
-    """Returns whether no element was infinite or NaN."""
-    return jnp.all(jnp.isfinite(tails.values))
-
-
-def merge_over_devices(tails: Tails, axis_names: tuple[str, ...]) -> Tails:
-    """Returns the tails of the elements of all devices along some mesh axes."""
-    if not axis_names:
-        return tails
-    gathered = jax.lax.all_gather(tails.values, axis_names)
-    gathered = gathered.reshape(-1, len(_FIELDS))
-    merged = functools.reduce(merge, map(Tails, gathered)).values
-    for name in ("last_amax", "amax_ratio"):
-        index = _FIELDS.index(name)
-        merged = merged.at[index].set(jnp.max(gathered[:, index]))
-    return Tails(merged)
 
 
 def _sums(*terms: Array) -> Float[Array, "t"]:

@@ -8,7 +8,6 @@ show here.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from loka_jax.data import Batch, Position
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import why_harmful
 from loka_jax.measure.intervals import Interval, interval
-from loka_jax.recipe import ROLES, GemmRecipe
+from loka_jax.recipe import ROLES, GemmRecipe, get_recipe
 from loka_jax.site import Choice
 from loka_jax.train import tasks
 from loka_jax.train.build import Run
@@ -30,6 +29,7 @@ from loka_jax.train.state import TrainState
 from loka_jax.train.step import logits_of, named_sites
 
 ALL = "all sites"
+LOSS_RECIPE = "fp8_tensorwise"  # of the site whose effect on the loss is measured
 
 
 class Losses(NamedTuple):
@@ -56,35 +56,60 @@ def can_be_fp8(site: nn.Site) -> bool:
     return site.recipe != "f32" and xla.why_not(*sizes) is None
 
 
-def sensitivity(
-    run: Run, state: TrainState, *, recipe: str, max_batches: int
-) -> dict[str, dict[str, float]]:
-    """Returns the effect of FP8 forward products on the loss, by path and for `ALL`.
+class Effect(NamedTuple):
+    """What choices change of the mean loss on the same examples.
 
-    Args:
-        run: the model and its validation data.
-        state: the trained model.
-        recipe: of the site that is in FP8, with current scales.
-        max_batches: held-out batches at most.
-
-    Returns:
-        `change`, `low` and `high`: of the mean loss, with its 95 % interval over
-        examples; `relative`: change over loss; `moved`: the mean absolute change of the
-        examples' losses, in which errors of opposite signs do not cancel; `loss`: in
-        bfloat16. Means are weighted as that of training. Most moved first, `ALL` last.
+    Attributes:
+        change: of the mean loss, with its 95 % interval over examples.
+        moved: the mean absolute change of the examples' losses, in which errors of
+            opposite signs do not cancel.
+        loss: in bfloat16.
+        examples: from which it was measured.
     """
+
+    change: Interval
+    moved: float
+    loss: float
+    examples: int
+
+    @property
+    def rise(self) -> Interval:
+        """The relative change, with its interval."""
+        return Interval(*(x / self.loss for x in self.change))
+
+
+def sensitivity(run: Run, state: TrainState, max_batches: int) -> dict[str, Effect]:
+    """Returns the effect of `LOSS_RECIPE`'s forward products, by path and for `ALL`.
+
+    On as many held-out batches at most. Most moved first, `ALL` last.
+    """
+    choice = Choice("xla", get_recipe(LOSS_RECIPE))
     paths = [site.path for site in run.sites if can_be_fp8(site)]
-    batches = held_out(run, max_batches)
+    effect_of = effect_meter(run, state, max_batches)
+    effects = {path: effect_of({path: choice}) for path in paths}
+    effects = dict(sorted(effects.items(), key=lambda item: -item[1].moved))
+    return effects | ({ALL: effect_of(dict.fromkeys(paths, choice))} if paths else {})
+
+
+def effect_meter(
+    run: Run, state: TrainState, max_batches: int
+) -> Callable[[Mapping[str, Choice]], Effect]:
+    """Returns a function from choices by path to their effect, against bfloat16.
+
+    Other sites run in bfloat16. Delayed scales are those of the state, and current
+    where it has none.
+    """
+    batches, delayed = held_out(run, max_batches), named_sites(state)
     plain = losses(run, state, batches, {})
-    effects = {}
-    for path in paths:
-        changed = losses(run, state, batches, {path: recipe})
-        effects[path] = compare(plain, changed)
-    effects = dict(sorted(effects.items(), key=lambda item: -item[1]["moved"]))
-    if paths:
-        changed = losses(run, state, batches, dict.fromkeys(paths, recipe))
-        effects[ALL] = compare(plain, changed)
-    return effects
+
+    def effect_of(choices: Mapping[str, Choice]) -> Effect:
+        runnable = {
+            path: choice if path in delayed else _with_current_scales(choice)
+            for path, choice in choices.items()
+        }
+        return compare(plain, losses(run, state, batches, runnable))
+
+    return effect_of
 
 
 def held_out(run: Run, max_batches: int) -> list[Batch]:
@@ -98,13 +123,19 @@ def losses(
     run: Run,
     state: TrainState,
     batches: Sequence[Batch],
-    recipes: Mapping[str, str | Choice],
+    choices: Mapping[str, Choice],
 ) -> Losses:
-    """Returns the losses of all weighted examples in bfloat16.
+    """Returns the losses of all weighted examples in bfloat16, but for some sites."""
+    model = run.model.clone(recipe="bf16")
 
-    `recipes` are those of sites that run otherwise, by path.
-    """
-    step = jax.jit(_loss_step(run, recipes))
+    @jax.jit
+    def step(state: TrainState, batch: Batch) -> tuple[Array, Array]:
+        with nn.overriding(choices):
+            logits = logits_of(model, run.placement.tables, state, batch)
+        labels, weights = tasks.labels_and_weights(batch)
+        labels = labels.astype(logits.dtype)
+        return optax.sigmoid_binary_cross_entropy(logits, labels), weights
+
     parts = jax.device_get([step(state, batch) for batch in batches])
     values, weights = (np.concatenate(part) for part in zip(*parts, strict=True))
     return shared(values, weights, run.config.optim.task_weights)
@@ -113,10 +144,9 @@ def losses(
 def shared(
     values: np.ndarray, weights: np.ndarray, task_weights: tuple[float, ...]
 ) -> Losses:
-    """Returns the losses of the examples that have a weight.
+    """Returns the losses [B] or [B, T] of the examples that have a weight.
 
     Args:
-        values: losses, [B] of one task and [B, T] of several.
         weights: of the same shape; 0 where an example has no label of a task.
         task_weights: of the tasks; equal ones if empty.
     """
@@ -132,24 +162,8 @@ def shared(
     return Losses(np.where(weights > 0, values, 0.0), shares)
 
 
-def _loss_step(
-    run: Run, recipes: Mapping[str, str | Choice]
-) -> Callable[[TrainState, Batch], tuple[Array, Array]]:
-    """Returns a step that returns losses and weights, [B] or [B, T]."""
-    model = run.config.model.clone(recipe="bf16")
-
-    def step(state: TrainState, batch: Batch) -> tuple[Array, Array]:
-        with nn.overriding(recipes):
-            logits = logits_of(model, run.placement.tables, state, batch)
-        labels, weights = tasks.labels_and_weights(batch)
-        labels = labels.astype(logits.dtype)
-        return optax.sigmoid_binary_cross_entropy(logits, labels), weights
-
-    return step
-
-
-def compare(plain: Losses, changed: Losses) -> dict[str, float]:
-    """Returns how losses changed, as `sensitivity` does, example by example.
+def compare(plain: Losses, changed: Losses) -> Effect:
+    """Returns how losses changed, example by example, by their shares in the mean.
 
     The interval is that of a ratio: of weighted losses over weights, both of which vary
     from example to example.
@@ -160,51 +174,9 @@ def compare(plain: Losses, changed: Losses) -> dict[str, float]:
     mean = change / np.where(by_task > 0, by_task, 1.0)
     # Equal to the differences themselves if weights are equal and there is one task.
     influence = np.sum(shares * (difference - mean), axis=1) * len(difference)
+    moved = float(np.sum(np.abs(np.sum(shares * difference, axis=1))))
     seen = interval(np.sum(change) + influence)
-    return {
-        "change": seen.mean,
-        "low": seen.low,
-        "high": seen.high,
-        "relative": seen.mean / plain.mean,
-        "moved": float(np.sum(np.abs(np.sum(shares * difference, axis=1)))),
-        "loss": plain.mean,
-    }
-
-
-class Effect(NamedTuple):
-    """The relative rise of the loss that choices cause.
-
-    Attributes:
-        rise: with its 95 % interval.
-        examples: from which it was measured.
-    """
-
-    rise: Interval
-    examples: int
-
-
-def effect_of(
-    run: Run, state: TrainState, choices: Mapping[str, Choice], *, max_batches: int
-) -> Effect:
-    """Returns the effect of choices on the loss of a trained model, against bfloat16.
-
-    Args:
-        run: the model and its validation data.
-        state: the trained model.
-        choices: by path; other sites run in bfloat16. Delayed scales are those of the
-            state, and current where it has none.
-        max_batches: held-out batches at most.
-    """
-    delayed = named_sites(state)
-    runnable = {
-        path: choice if path in delayed else _with_current_scales(choice)
-        for path, choice in choices.items()
-    }
-    batches = held_out(run, max_batches)
-    plain = losses(run, state, batches, {})
-    result = compare(plain, losses(run, state, batches, runnable))
-    rise = Interval(*(result[x] / result["loss"] for x in ("change", "low", "high")))
-    return Effect(rise, len(plain.values))
+    return Effect(seen, moved, plain.mean, len(difference))
 
 
 def refusals(
@@ -218,14 +190,16 @@ def refusals(
 ) -> dict[str, str]:
     """Returns the sites to give up in FP8, and why, for the plan to be accepted.
 
-    The sites with the largest effects by themselves, until the upper end of the rise
+    Those with the largest effects by themselves go, until the upper end of the rise
     that the others cause together is below the limit.
     """
     left = {p: choice for p, choice in plan.choices if choice.recipe.fwd is not None}
+    effect_of = effect_meter(run, state, max_batches)
     alone: dict[str, Effect] = {}
     refused: dict[str, str] = {}
     while left:
-        rise, examples = effect_of(run, state, left, max_batches=max_batches)
+        effect = effect_of(left)
+        rise, examples = effect.rise, effect.examples
         say(
             f"FP8 at {len(left)} sites changes the loss by {rise.mean:.4%} "
             f"({rise.low:.4%} to {rise.high:.4%}, {examples:,} examples)"
@@ -233,33 +207,23 @@ def refusals(
         reason = why_harmful(rise, limit, examples)
         if reason is None:
             break
-        alone = alone or {
-            path: effect_of(run, state, {path: choice}, max_batches=max_batches)
-            for path, choice in left.items()
-        }
-        worst = max(left, key=lambda path: _upper(alone[path]))
+        alone = alone or {path: effect_of({path: x}) for path, x in left.items()}
+        worst = max(left, key=lambda x: np.nan_to_num(alone[x].rise.high, nan=np.inf))
         refused[worst] = f"{reason}; here by {alone[worst].rise.mean:.4%}"
         say(f"{worst}: {refused[worst]}")
         del left[worst]
     return refused
 
 
-def _upper(effect: Effect) -> float:
-    return math.inf if math.isnan(effect.rise.high) else effect.rise.high
-
-
 def _with_current_scales(choice: Choice) -> Choice:
     def current(gemm: GemmRecipe | None) -> GemmRecipe | None:
         if gemm is None:
             return None
-        first, second = (
-            dataclasses.replace(cast, scaling="current")
-            for cast in (gemm.first, gemm.second)
-        )
-        return dataclasses.replace(gemm, first=first, second=second)
+        casts = {"first": gemm.first, "second": gemm.second}
+        casts = {k: dataclasses.replace(x, scaling="current") for k, x in casts.items()}
+        return dataclasses.replace(gemm, **casts)
 
-    recipe = choice.recipe
-    if not recipe.is_delayed:
-        return choice
-    gemms = {role: current(recipe.gemm(role)) for role in ROLES}
-    return dataclasses.replace(choice, recipe=dataclasses.replace(recipe, **gemms))
+    gemms = {role: current(choice.recipe.gemm(role)) for role in ROLES}
+    return dataclasses.replace(
+        choice, recipe=dataclasses.replace(choice.recipe, **gemms)
+    )

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from loka_jax.probe.site import Rows, SiteStats, Weight, weight_of
+from loka_jax.probe.site import SiteStats
 from loka_jax.probe.tails import Tails
 
 # Fewest rows per feature, and fewest weights, for trustworthy covariances.
@@ -14,26 +14,28 @@ _SPECTRUM_POINTS = 48
 
 def summarize(stats: SiteStats) -> dict[str, dict[str, Any]]:
     """Returns JSON-ready numbers for lhs, rhs and g."""
-    return {
-        "lhs": _of_rows(stats.lhs),
-        "rhs": _of_weight(weight_of(stats)),
-        "g": _of_rows(stats.g),
-    }
+    k, n = stats.rhs.normal.mean.shape
+    summary = {}
+    for name, width in (("lhs", k), ("g", n)):
+        rows = getattr(stats, name)
+        values = _spectrum(rows.moments.covariance, width)
+        rank = {"effective_rank": _effective_rank(values)}
+        summary[name] = _described(rows.tails, values) | rank
+    values = _spectrum(stats.rhs.normal.rows, k)
+    return summary | {"rhs": _described(stats.rhs.tails, values)}
 
 
 def warnings_of(path: str, stats: SiteStats) -> list[str]:
     """Returns sentences on statistics of a site that are too few to trust."""
-    rows, k = float(stats.lhs.moments.count), stats.lhs.moments.mean.shape[0]
-    n = stats.g.moments.mean.shape[0]
-    warnings = []
-    least = _ROWS_PER_FEATURE * max(k, n)
+    rows, features = float(stats.lhs.moments.count), max(stats.rhs.normal.mean.shape)
+    least, warnings = _ROWS_PER_FEATURE * features, []
     if rows < least:
         warnings.append(
-            f"{path}: {rows:,.0f} rows are too few for {max(k, n)} features, which "
+            f"{path}: {rows:,.0f} rows are too few for {features} features, which "
             f"need {least:,}: observe more steps (--probe.every) or forget less "
             "(--probe.decay)."
         )
-    weights = float(weight_of(stats).normal.steps)
+    weights = float(stats.rhs.normal.steps)
     if weights < _LEAST_WEIGHTS:
         warnings.append(
             f"{path}: the weight was observed {weights:.0f} times, fewer than "
@@ -42,42 +44,17 @@ def warnings_of(path: str, stats: SiteStats) -> list[str]:
     return warnings
 
 
-def _of_rows(rows: Rows) -> dict[str, Any]:
-    moments = rows.moments
-    covariance = np.asarray(moments.scatter) / max(float(moments.count) - 1, 1.0)
-    values = _spectrum(covariance, moments.mean.shape[0])
-    return _of_tails(rows.tails) | {
-        "rows": float(moments.count),
-        "mean_norm": float(np.linalg.norm(moments.mean)),
-        "spectrum": _thinned(values),
-        "effective_rank": _effective_rank(values),
-    }
+def _described(tails: Tails, spectrum: np.ndarray) -> dict[str, Any]:
+    """Returns the tails, and some of the spectrum, spread evenly over its ranks."""
+    count = min(len(spectrum), _SPECTRUM_POINTS)
+    places = np.linspace(0, len(spectrum) - 1, count).astype(int)
+    told = {name: float(x) for name, x in tails.read().items() if name != "last_amax"}
+    return told | {"spectrum": spectrum[places].tolist()}
 
 
-def _of_weight(weight: Weight) -> dict[str, Any]:
-    k, n = weight.normal.mean.shape
-    return _of_tails(weight.tails) | {
-        "weights": float(weight.normal.steps),
-        "spectrum": _thinned(_spectrum(np.asarray(weight.normal.rows), k)),
-        "column_spectrum": _thinned(_spectrum(np.asarray(weight.normal.columns), n)),
-    }
-
-
-def _of_tails(tails: Tails) -> dict[str, Any]:
-    return {
-        "mean": float(tails.mean),
-        "deviation": float(np.sqrt(tails.variance)),
-        "kurtosis": float(tails.kurtosis),
-        "amax": float(tails.amax),
-        "amax_ratio": float(tails.amax_ratio),
-        "underflow": float(tails.underflow_rate),
-        "saturation": float(tails.saturation_rate),
-    }
-
-
-def _spectrum(blocks: np.ndarray, features: int) -> np.ndarray:
+def _spectrum(blocks: Any, features: int) -> np.ndarray:
     """Returns the eigenvalues of all blocks, the largest first."""
-    values = np.linalg.eigvalsh(blocks.astype(np.float64)).ravel()
+    values = np.linalg.eigvalsh(np.asarray(blocks, np.float64)).ravel()
     return np.sort(values)[::-1][:features].clip(min=0)
 
 
@@ -85,9 +62,3 @@ def _effective_rank(values: np.ndarray) -> float:
     """Returns `(sum v)^2 / sum v^2`, the effective number of directions."""
     squares = float(np.sum(values**2))
     return float(np.sum(values)) ** 2 / squares if squares > 0 else 0.0
-
-
-def _thinned(values: np.ndarray) -> list[float]:
-    """Returns some of the values, spread evenly over their ranks."""
-    places = np.linspace(0, len(values) - 1, min(len(values), _SPECTRUM_POINTS))
-    return [float(values[int(i)]) for i in places]

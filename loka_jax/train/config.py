@@ -23,7 +23,7 @@ from loka_jax.models import Dcnv2, Dhen, DhenDlrm, Dlrm, Mmoe, RankingModel, Wuk
 from loka_jax.nn import ProbeConfig
 from loka_jax.optim import OptimConfig
 from loka_jax.options import option_of, require
-from loka_jax.probe.site import ProbeSettings
+from loka_jax.probe.live_errors import RECIPES
 from loka_jax.recipe import INITIALIZED, get_recipe
 from loka_jax.train.mesh.devices import (
     CollectivesConfig,
@@ -32,11 +32,11 @@ from loka_jax.train.mesh.devices import (
 )
 from loka_jax.train.tables.embedding_config import EmbeddingConfig
 
+LOOK_EVERY = 64  # steps, by default
 _LONGEST_WATCH = 1_000_000  # seconds; a thread cannot wait for ever
 # Observed steps from one update of weights' covariances to the next: they cost more
 # than all other statistics together.
 _COVARIANCES_EVERY = 20
-OBSERVE_EVERY = 100  # steps, of a run whose errors are worth learning
 _OBSERVED_BEFORE_REVIEW = 5  # observed steps after the first: errors vary little
 FLAX_FIELDS = {"parent", "name"}  # of a module, which are Flax's own
 _MAX_BATCH_SIZE = 2**22  # its product with the number of fields must fit int32
@@ -55,7 +55,6 @@ class LoopConfig:
         epochs: maximum number of passes over the training data.
         max_steps: maximum number of steps; None for all steps of the epochs.
         eval_every: steps between evaluations; None to evaluate after each epoch.
-        look_every: steps between looks at the operands of FP8 sites, for their drift.
         log_every: steps between lines in metrics.jsonl; calls of several steps end at
             them.
         save_every: steps between checkpoints; None to save after each evaluation.
@@ -72,7 +71,6 @@ class LoopConfig:
     epochs: int = 1
     max_steps: int | None = None
     eval_every: int | None = None
-    look_every: int = 64
     log_every: int = 64
     save_every: int | None = None
     keep_checkpoints: int = 2
@@ -97,30 +95,40 @@ class LoopConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProbeOptions(ProbeSettings):
-    """Statistics of every site, learned while training.
+class ProbeOptions:
+    """How often a run looks at its sites, and what it learns of them.
 
     Attributes:
-        every: observe every so many steps, from the first on; 0 for no statistics.
-            None observes every 100th step of a run in one process if FP8 that only
-            lacks known errors would save minutes, and none of any other run.
+        every: every so many steps the operands of FP8 sites are looked at, for their
+            drift, and the statistics of all sites are learned; 0 for never. None looks
+            every 64th step, and learns there only in a run in one process of which FP8
+            that only lacks known errors would save minutes.
+        decay: factor on the weight of earlier rows at every observed batch.
+        recipes: whose products are multiplied on the operands themselves, to measure
+            their errors: at every site, whatever runs there.
     """
 
     every: int | None = None
     decay: float = 0.7
+    recipes: tuple[str, ...] = RECIPES
 
     def __post_init__(self):  # noqa: D105
-        super().__post_init__()
         every = self.every
         require(every is None or every >= 0, "--probe.every", every, "at least 0")
+        ProbeConfig(decay=self.decay, recipes=self.recipes)  # which refuses others
+
+    @property
+    def look_every(self) -> int:
+        """Steps from one look at operands to the next; 0 for no looks."""
+        return LOOK_EVERY if self.every is None else self.every
 
     def config_at(self, step: int) -> ProbeConfig | None:
         """Returns how sites are observed in a step; None if they are not."""
         if not self.every or step % self.every:
             return None
-        names = [field.name for field in dataclasses.fields(ProbeSettings)]
         return ProbeConfig(
-            **{name: getattr(self, name) for name in names},
+            decay=self.decay,
+            recipes=self.recipes,
             moves_weight_covariances=step % (self.every * _COVARIANCES_EVERY) == 0,
         )
 
@@ -273,7 +281,7 @@ class Config:
 
     def observed(self) -> "Config":
         """Returns the configuration with Probe, as often as a plan has it observe."""
-        probe = dataclasses.replace(self.probe, every=OBSERVE_EVERY)
+        probe = dataclasses.replace(self.probe, every=LOOK_EVERY)
         return dataclasses.replace(self, probe=probe)
 
     def identity(self) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class Loop:
             followed = replan.after_failure(self.run, self.progress, error)
             if take_step.has_run or followed is None:
                 raise
-            self._change(*followed)
+            self._change(followed)
             for pair in pairs:
                 self.step([pair])
             return
@@ -167,13 +167,14 @@ class Loop:
             return 1
         return steps_at_once(run.config, step, run.steps_per_epoch, run.total_steps)
 
-    def _change(self, change: replan.Change, progress: Progress):
-        """Follows another plan from now on, with the progress that goes with it."""
+    def _change(self, change: replan.Change):
+        """Follows another plan from now on."""
         self.run, self.state = replan.replanned(self.run, self.state, change.plan)
         self.record.write(PLAN, as_json(change.plan))
-        changes = (*progress.changes, *change.said)
         self.progress = dataclasses.replace(
-            progress, changes=changes, replanned=progress.step
+            change.progress,
+            changes=(*change.progress.changes, *change.said),
+            replanned=change.progress.step,
         )
         self._scales_initialized = False
         for sentence in change.said:
@@ -181,7 +182,8 @@ class Loop:
 
     def _look_at_operands(self, batch: Batch):
         """Looks at FP8 sites at fixed steps, so that resumed runs do the same."""
-        if self.progress.step and self._is_due(self.run.config.loop.look_every):
+        every = self.run.config.probe.look_every
+        if self.progress.step and every and self._is_due(every):
             with self.display.doing("looking at operands"):
                 self._sync()
                 self.progress = self._looks.before_step(
@@ -201,8 +203,9 @@ class Loop:
         self.progress = self._looks.read(self.progress)
         if self._ends():
             return
-        if followed := replan.review(self.run, self.state.probe, self.progress):
-            self._change(*followed)
+        probe = self.state.probe
+        if followed := replan.review(self.run, probe, self.progress):
+            self._change(followed)
 
     def _ready_for_initialized_step(self) -> bool:
         """Returns whether delayed scales are initialized, judged by the state alone."""
@@ -327,7 +330,7 @@ class Loop:
 
     def _meta(self) -> dict[str, Any]:
         return {
-            "progress": self.progress.to_json(),
+            "progress": dataclasses.asdict(self.progress),
             "config": self.run.config.identity(),
             "plan": as_json(self.run.plan),
             "data": self.run.splits.identity,
@@ -356,7 +359,7 @@ def steps_at_once(config: Config, step: int, steps_per_epoch: int, end: int) -> 
         loop.log_every,
         loop.eval_every or steps_per_epoch,
         loop.save_every or after,
-        loop.look_every,
+        config.probe.look_every or after,
         LOOK_STEPS,
     )
     is_interrupted = any(step // n != (after - 1) // n for n in every)

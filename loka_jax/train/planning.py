@@ -25,7 +25,7 @@ from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.nn import Site
 from loka_jax.ops.device import local_device
 from loka_jax.site import BF16
-from loka_jax.train.config import OBSERVE_EVERY, Config
+from loka_jax.train.config import LOOK_EVERY, Config
 
 AUTO, TUNE, OFF = "auto", "tune", "off"
 # What checking kernels and compiling more steps take; 310 s in Wukong M on an H100.
@@ -97,7 +97,7 @@ def choose_plan(
     if faster is None:
         return chosen
     note = (
-        f"Probe observes every {OBSERVE_EVERY}th step: once errors are known, FP8 may "
+        f"Probe observes every {LOOK_EVERY}th step: once errors are known, FP8 may "
         f"make the sites {faster:.2f} times as fast (--probe.every 0 observes none)."
     )
     return ChosenPlan(plan, (*chosen.notes, note), performance, is_observed=True)

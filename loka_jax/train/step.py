@@ -37,9 +37,8 @@ from loka_jax.nn import (
 from loka_jax.nn.scale_state import SCALES
 from loka_jax.ops.mesh_axes import merging_over_devices
 from loka_jax.ops.tables import Tables
-from loka_jax.ops.tap import Observer
 from loka_jax.optim.clip import global_norm
-from loka_jax.probe.capture import at_step
+from loka_jax.probe.site import Capture
 from loka_jax.train import metrics, tasks
 from loka_jax.train.gradients import accumulate, gradients_of, variables_of
 from loka_jax.train.placement import Outcome, Placement
@@ -154,7 +153,7 @@ def logits_of(
 def make_observe_step(
     model: Model,
     placement: Placement,
-    observer: Observer,
+    observer: Capture,
     task_weights: tuple[float, ...],
 ) -> Callable[..., Any]:
     """Returns a step that returns an observer's result of every site, not training.
@@ -170,8 +169,9 @@ def make_observe_step(
         with probing(observer):
             init = functools.partial(projected.init, jax.random.key(0))
             shapes = jax.eval_shape(init, batch.dense, rows)[PROBE]
-        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        state = dataclasses.replace(state, probe=at_step(empty, state.step))
+        # Only the number of steps is read: others compute other elements of products.
+        start = jax.tree.map(lambda x: jnp.full(x.shape, state.step, x.dtype), shapes)
+        state = dataclasses.replace(state, probe=start)
         inputs = state, batch, rows, jax.random.key(0), total_weight
         return gradients_of(projected, observer, task_weights, *inputs)[-1].probe
 

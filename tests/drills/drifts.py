@@ -3,9 +3,9 @@
     python -m tests.drills.drifts fp8_dlrm fp8_dcnv2 frappe_dlrm=FILE criteo_dlrm=FILE
 
 Each configuration, with `=FILE` on its data, trains `--steps` steps with delayed and
-with current scaling, and looks at its operands every `--look-every` steps. It writes
-JSON: for each run its looks, the sites that left FP8 and the sentences on scales, after
-each run those so far. The exit code is 1 if any site did, or if a run had no look.
+with current scaling. It writes JSON: for each run its looks, the sites that left FP8
+and the sentences on scales, after each run those so far. The exit code is 1 if any site
+did, or if a run had no look.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def config(name: str, recipe: str, workdir: Path, options) -> Config:
         base,
         model=base.model.clone(recipe=recipe),
         data=data,
-        loop=dataclasses.replace(base.loop, look_every=options.look_every, **loop),
+        loop=dataclasses.replace(base.loop, **loop),
         optim=dataclasses.replace(base.optim, plateau_patience=None),
         plan="off",  # the recipe at every site, however slow
         run=RunOptions(workdir=workdir),
@@ -63,7 +63,7 @@ def trained(name: str, recipe: str, options: argparse.Namespace) -> dict[str, An
         with Checkpoints(Path(folder) / "checkpoints", keep=1) as checkpoints:
             saved = checkpoints.newest()
     assert saved is not None
-    sites = saved.meta["progress"]["drift"]["sites"]
+    sites = saved.meta["progress"]["drift"]
     return {
         "config": run.name,
         "recipe": run.model.recipe,
@@ -79,7 +79,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("configs", nargs="+", metavar="NAME[=FILE]")
     parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--look-every", type=int, default=64)
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")

@@ -42,14 +42,14 @@ _TIMES = (*support.MEASURED, "command", "config")
 
 def config(model: str, seed: int, workdir: Path) -> Config:
     base = tiny(model)
-    every = {"eval_every": 12, "save_every": 6, "log_every": 3, "look_every": 2}
+    every = {"eval_every": 12, "save_every": 6, "log_every": 3}
     loop = dataclasses.replace(base.loop, microbatches=2, epochs=6, **every)
     return dataclasses.replace(
         base,
         seed=seed,
         loop=loop,
         optim=dataclasses.replace(base.optim, plateau_patience=50),
-        probe=dataclasses.replace(base.probe, every=4),
+        probe=dataclasses.replace(base.probe, every=2),
         dispatch=DispatchOptions(rules=("*_mlp/*=fp8_tensorwise_delayed",)),
         run=RunOptions(workdir=workdir, resume=(workdir / "config.json").exists()),
     )

@@ -119,7 +119,7 @@ def test_the_form_of_a_checkpoint_has_this_number():
     ]
     assert (saved_format.RUN, *forms) == (
         10,
-        "step position examples seconds plateau best changes returns drift planned "
+        "step position examples seconds plateau best changes returns drift "
         "unsafe broken replanned guard scale_watch days",
         "step params fp8 batch_stats probe opt_state table row_state lr_scale skipped "
         "skipped_in_a_row bad_ids grad_norm metrics",

@@ -35,7 +35,6 @@ from loka_jax.train.state import TrainState
 from loka_jax.train.step import past_first_steps
 
 type EvalStep = Callable[..., tuple[metrics.MetricState, Array]]
-type EvalStepOf = Callable[[nn.Planned], EvalStep]
 
 LIMIT = 1.5
 ABSURD = 3.0
@@ -65,12 +64,15 @@ class Guard:
     lowest: float | None = None
     bad_windows: int = 0
 
-    def after(self, window: metrics.CappedNe, *, is_warm: bool) -> "Guard":
-        """Returns the guard after a window.
+    def after_steps(self, run: Run, state: TrainState, step: int) -> "Guard":
+        """Returns the guard after the training examples since the last log line."""
+        window = metrics.capped_ne(state.metrics)
+        return self.after(window, is_warm=step > run.config.optim.warmup_steps)
 
-        Args:
-            window: its NE; one that is undefined says nothing.
-            is_warm: the warm-up of the learning rate has ended.
+    def after(self, window: metrics.CappedNe, *, is_warm: bool) -> "Guard":
+        """Returns the guard after a window; one whose NE is undefined says nothing.
+
+        `is_warm` once the warm-up of the learning rate has ended.
         """
         ne, has_enough = window.ne, window.rarer >= ENOUGH
         if ne is None:
@@ -83,37 +85,26 @@ class Guard:
             lowest = ne if lowest is None else min(lowest, ne)
         return Guard(lowest=lowest, bad_windows=self.bad_windows + 1 if is_bad else 0)
 
-    @property
-    def is_healthy(self) -> bool:
-        """True if the last window was not bad."""
-        return self.bad_windows == 0
-
-    @property
-    def has_diverged(self) -> bool:
-        """True after two bad windows in a row."""
-        return self.bad_windows >= _WINDOWS
-
 
 def judged(seen: Guard, run: Run, state: TrainState, step: int) -> Guard:
     """Returns the guard after the training examples since the last log line.
 
-    Raises:
-        Diverged: with the symptom, if this was one bad window too many.
+    Raises Diverged, with the symptom, if this was one bad window too many.
     """
-    window = metrics.capped_ne(state.metrics)
-    seen = _after(seen, window, run, step)
-    if seen.has_diverged:
+    seen = seen.after_steps(run, state, step)
+    if seen.bad_windows >= _WINDOWS:
+        ne = metrics.capped_ne(state.metrics).ne
         raise Diverged(
-            f"the NE of the training examples is {window.ne:.3g}, and predicting the "
-            "mean click rate has 1"
+            f"the NE of the training examples is {ne:.3g}, and predicting the mean "
+            "click rate has 1"
         )
     return seen
 
 
 def is_healthy(seen: Guard, run: Run, state: TrainState, step: int) -> bool:
     """Returns whether the state may become a checkpoint."""
-    now = _after(seen, metrics.capped_ne(state.metrics), run, step)
-    return now.is_healthy and not poisoned(state)
+    now = seen.after_steps(run, state, step)
+    return now.bad_windows == 0 and not poisoned(state)
 
 
 def refuse_skipping(state: TrainState, step: int, limit: int) -> None:
@@ -129,21 +120,11 @@ def refuse_skipping(state: TrainState, step: int, limit: int) -> None:
 
 
 def refuse_ruin(seen: Guard, run: Run, state: TrainState, step: int) -> None:
-    """Ends a finished run as failed if its state cannot be used.
-
-    Raises:
-        TrainingFailed: if the last steps were all skipped.
-        Diverged: with the symptom, if the last window was bad, or the state is not
-            finite.
-    """
+    """Raises TrainingFailed if a finished run was skipped, is bad or not finite."""
     few = min(run.config.loop.log_every, step)
     refuse_skipping(state, step, max(few, 1))
     if not is_healthy(seen, run, state, step):
         raise Diverged("the loss or the state of the last steps is no good")
-
-
-def _after(seen: Guard, window: metrics.CappedNe, run: Run, step: int) -> Guard:
-    return seen.after(window, is_warm=step > run.config.optim.warmup_steps)
 
 
 def explained(
@@ -167,7 +148,7 @@ def explained(
 
 def likely_cause(
     model: nn.Planned,
-    eval_step_of: EvalStepOf,
+    eval_step_of: Callable[[nn.Planned], EvalStep],
     state: TrainState,
     batch: Batch | None,
     columns: tuple[str, ...],
@@ -186,9 +167,9 @@ def likely_cause(
             f"{np.nanmax(sizes[:, worst]):.3g}; transform it (--data.transform log1p) "
             "or clip it in the files"
         )
-    in_fp8 = logloss(eval_step_of(model), state, batch)
+    in_fp8 = _logloss(eval_step_of(model), state, batch)
     plain = nn.Planned(model.model.clone(recipe="bf16"))
-    in_bf16 = logloss(eval_step_of(plain), state, batch)
+    in_bf16 = _logloss(eval_step_of(plain), state, batch)
     if in_bf16 < in_fp8 / 2:
         return (
             f"FP8 is the likely cause: the loss of the newest batch is {in_fp8:.3g}, "
@@ -203,27 +184,18 @@ def likely_cause(
     return f"{cause}; if --recipe bf16 trains well, gradients in FP8 led here"
 
 
-def logloss(step: EvalStep, state: TrainState, batch: Batch) -> float:
-    """Returns the log loss of a batch, infinite if it is not a finite number.
-
-    Of several tasks, it is the largest.
-    """
+def _logloss(step: EvalStep, state: TrainState, batch: Batch) -> float:
+    """Returns the largest log loss of a task, infinite if one is not finite."""
     seen, _ = step(state, metrics.init_like(state.metrics), batch)
-    values = [metrics.compute(task)["logloss"] for task in metrics.split_tasks(seen)]
-    return max(
-        value if value is not None and math.isfinite(value) else math.inf
-        for value in values
-    )
+    values = (metrics.compute(task)["logloss"] for task in metrics.split_tasks(seen))
+    return max(x if x is not None and math.isfinite(x) else math.inf for x in values)
 
 
 def poisoned(state: TrainState) -> bool:
     """Returns whether a parameter, a row or the optimizer's state is not finite."""
     trained = (state.params, state.opt_state, state.table, state.row_state)
-    floats = [
-        leaf
-        for leaf in jax.tree.leaves(trained)
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-    ]
+    leaves = jax.tree.leaves(trained)
+    floats = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
     return not jax.device_get(_all_finite(floats))
 
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from loka_jax import jsonfile
 from loka_jax.data import Position
-from loka_jax.dispatch.drift import Watch
+from loka_jax.dispatch.drift import SiteDrift
 from loka_jax.optim import Plateau
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
@@ -30,15 +31,13 @@ class Progress:
 
     Attributes:
         step: steps taken, including skipped ones.
-        position: position of the next batch.
         examples: training examples seen.
         seconds: time spent training, without evaluations and checkpoints.
         plateau: the state of the plateau schedule and of early stopping.
         best: the best evaluation so far by `OptimConfig.best_by`, as in metrics.jsonl.
         changes: a sentence for each site that left FP8, or entered it.
         returns: a sentence for each return to a checkpoint after a divergence.
-        drift: the looks at the operands of FP8 sites so far.
-        planned: the decisions on sites that have drifted, as JSON values by path.
+        drift: what looks at the operands of FP8 sites have shown, by path.
         unsafe: paths of the sites that live errors have demoted.
         broken: paths of the sites whose kernels did not compile.
         replanned: the step of the newest change of the plan.
@@ -56,8 +55,7 @@ class Progress:
     best: dict[str, Any] | None = None
     changes: tuple[str, ...] = ()
     returns: tuple[str, ...] = ()
-    drift: Watch = Watch()
-    planned: dict[str, Any] = dataclasses.field(default_factory=dict)
+    drift: dict[str, SiteDrift] = dataclasses.field(default_factory=dict)
     unsafe: tuple[str, ...] = ()
     broken: tuple[str, ...] = ()
     replanned: int = 0
@@ -65,32 +63,14 @@ class Progress:
     scale_watch: ScaleWatch = ScaleWatch()
     days: tuple[dict[str, Any], ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the progress as JSON values."""
-        return dataclasses.asdict(self) | {"position": list(self.position)}
-
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Progress":
-        """Returns the progress from the values of `to_json`.
-
-        Raises:
-            ValueError: for other values.
-        """
+        """Returns the progress from those of `dataclasses.asdict`; refuses others."""
         try:
-            read = {
-                "position": Position(*data["position"]),
-                "plateau": Plateau(**data["plateau"]),
-                "changes": tuple(data["changes"]),
-                "returns": tuple(data["returns"]),
-                "unsafe": tuple(data["unsafe"]),
-                "broken": tuple(data["broken"]),
-                "drift": Watch.from_json(data["drift"]),
-                "guard": Guard(**data["guard"]),
-                "scale_watch": ScaleWatch.from_json(data["scale_watch"]),
-                "days": tuple(data["days"]),
-            }
-            return cls(**data | read)
-        except (KeyError, TypeError) as error:
+            for name in {field.name for field in dataclasses.fields(cls)} - {*data}:
+                raise ValueError(f"{name} is missing")
+            return jsonfile.typed(data, cls)
+        except ValueError as error:
             raise ValueError(
                 f"the checkpoint has no progress of this version ({error}): use the "
                 "version of loka_jax that wrote it."
@@ -98,13 +78,7 @@ class Progress:
 
 
 class Moment(NamedTuple):
-    """A run at one of its steps.
-
-    Attributes:
-        run: the run with the plan of that step.
-        state: the device's state.
-        progress: the host's state.
-    """
+    """A run at one of its steps: with the plan, the state and the progress of it."""
 
     run: Run
     state: TrainState

@@ -5,7 +5,6 @@ operands    before a step, which is run without training: what its casts will do
 scales      after a step: amaxes that were far off their scales (`scale_watch`)
 """
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -16,13 +15,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax.data import Batch
-from loka_jax.dispatch.operand_health import health
+from loka_jax.dispatch.drift import SiteDrift, health
 from loka_jax.dispatch.policy import Decision
 from loka_jax.measure.compiling import untuned_here
 from loka_jax.nn import by_path
-from loka_jax.probe.capture import Capture
+from loka_jax.probe.site import Capture
 from loka_jax.recipe import Recipe, Role
-from loka_jax.scaling import init_delayed
 from loka_jax.site import Choice
 from loka_jax.train import tasks
 from loka_jax.train.build import Run
@@ -51,9 +49,7 @@ class Looks:
         """Begins without a look; `say` takes a sentence on what was found."""
         self._say = say
         # Each waits for the device, and returns a progress with its look.
-        self._unread: collections.deque[Callable[[Progress], Progress]] = (
-            collections.deque()
-        )
+        self._unread: list[Callable[[Progress], Progress]] = []
         self._run: Run | None = None
         self._step: Callable[[TrainState, Batch], Look] | None = None
 
@@ -67,7 +63,7 @@ class Looks:
             return progress
         look = self._step(state, batch)
         self._unread.append(functools.partial(self._with_operands, run, look))
-        return self._read(progress, _MAX_UNREAD)
+        return self.read(progress, keep=_MAX_UNREAD)
 
     def after_step(
         self, run: Run, state: TrainState, progress: Progress, batch: Batch
@@ -85,30 +81,32 @@ class Looks:
             skipped=state.skipped,
         )
         self._unread.append(functools.partial(self._with_scales, run, look))
-        return self._read(progress, _MAX_UNREAD)
+        return self.read(progress, keep=_MAX_UNREAD)
 
-    def read(self, progress: Progress) -> Progress:
-        """Returns the progress with all looks, after waiting for the device."""
-        return self._read(progress, 0)
+    def read(self, progress: Progress, keep: int = 0) -> Progress:
+        """Returns the progress with all looks but the newest, waiting for the device.
+
+        `keep` is the number of looks that are left unread.
+        """
+        while len(self._unread) > keep:
+            progress = self._unread.pop(0)(progress)
+        return progress
 
     def drop(self) -> None:
         """Forgets unread looks, for a run that goes back to a step before them."""
         self._unread.clear()
 
-    def _read(self, progress: Progress, keep: int) -> Progress:
-        while len(self._unread) > keep:
-            progress = self._unread.popleft()(progress)
-        return progress
-
     def _with_operands(self, run: Run, look: Look, progress: Progress) -> Progress:
-        before = progress.drift
-        watch = before.after(jax.device_get(look), run.config.loop.look_every)
-        for path in watch.newly_above(before):
-            self._say(
-                f"{path}: errors of its FP8 have been above their limit in most "
-                f"looks, by less than twice: --dispatch.rules {path}=bf16 ends it."
-            )
-        return dataclasses.replace(progress, drift=watch)
+        drift, every = dict(progress.drift), run.config.probe.look_every
+        for path, measures in jax.device_get(look).items():
+            before = drift.get(path, SiteDrift())
+            drift[path] = site = before.after(measures, every)
+            if site.is_long_above and not before.is_long_above:
+                self._say(
+                    f"{path}: errors of its FP8 have been above their limit in most "
+                    f"looks, by less than twice: --dispatch.rules {path}=bf16 ends it."
+                )
+        return dataclasses.replace(progress, drift=drift)
 
     def _with_scales(self, run: Run, look: ScaleLook, progress: Progress) -> Progress:
         before, size = progress.scale_watch, run.config.loop.batch_size
@@ -119,35 +117,26 @@ class Looks:
 
 
 class Watched(NamedTuple):
-    """What is looked at of a site.
-
-    Attributes:
-        recipe: whose casts, without those that its kernels leave out.
-        fp8_results: as in `nn.Site`.
-    """
+    """What is looked at of a site: the casts that it runs, see also `nn.Site`."""
 
     recipe: Recipe
     fp8_results: tuple[Role, ...]
 
 
 def watched(run: Run, progress: Progress) -> dict[str, Watched]:
-    """Returns what is looked at, by path.
-
-    That are the sites in FP8, and those that have drifted as they were before.
-    """
+    """Returns what is looked at: sites in FP8, and as they were, those that drifted."""
     before = {
-        path: Decision(Choice.parse(progress.planned[path]["choice"]), "before drift")
-        for path in progress.drift.away
+        path: Decision(Choice.parse(site.left["choice"]), "before drift")
+        for path, site in progress.drift.items()
+        if site.left is not None
     }
-    sites = run.list_sites(run.plan.changed(before), scales_initialized=True)
-    return {
-        site.path: Watched(
-            dataclasses.replace(site.plan.backward_recipe, scales_initialized=False),
-            site.fp8_results,
-        )
-        for site in sites
-        if site.has_choice and site.is_fp8
-    }
+    found = {}
+    for site in run.list_sites(run.plan.changed(before), scales_initialized=True):
+        if site.has_choice and site.is_fp8:
+            recipe = site.plan.backward_recipe
+            recipe = dataclasses.replace(recipe, scales_initialized=False)
+            found[site.path] = Watched(recipe, site.fp8_results)
+    return found
 
 
 def look_step(
@@ -155,16 +144,14 @@ def look_step(
 ) -> Callable[[TrainState, Batch], Look] | None:
     """Returns the compiled look at some sites, by path; None without sites.
 
-    A site whose recipe is delayed but that has no scales, as it runs in bfloat16, is
-    looked at with those of a first step. Up to `MAX_EXAMPLES` are run that a device has
-    of a microbatch, so that a look takes no more memory than a step, and not much time.
-    The error of drhs is extrapolated to the whole batch. Gradients are those of its
-    mean loss, as in the step.
+    A site that has no delayed scales, as it runs in bfloat16, is looked at with those
+    of a first step. Up to `MAX_EXAMPLES` are run that a device has of a microbatch, so
+    that a look takes no more memory than a step, and not much time. The error of drhs
+    is extrapolated to the whole batch, and gradients are those of its mean loss.
     """
     if not sites:
         return None
     recipes = tuple(dict.fromkeys(site.recipe for site in sites.values()))
-    limits = run.config.dispatch.limits
     # All devices look at the part of one of them.
     parts = run.config.loop.microbatches * run.placement.size
     parts *= -(-run.config.loop.batch_size // (parts * MAX_EXAMPLES))
@@ -177,20 +164,17 @@ def look_step(
         rows = len(batch.labels) // parts
         part = jax.tree.map(lambda x: jnp.asarray(x)[:rows], batch)
         seen = observe(state, part, total_weight)
-        samples, scales = by_path(seen), named_sites(state)
-        looks = {}
-        for path, (recipe, fp8_results) in sites.items():
-            sample = samples[path]
-            measures = health(
-                sample,
-                sample.errors.relative_l2[recipes.index(recipe)],
-                recipe,
-                scales.get(path, init_delayed(recipe)),
-                fp8_results=fp8_results,
-                limits=limits,
+        samples = by_path(seen)
+        return {
+            path: health(
+                samples[path].operands,
+                samples[path].errors.relative_l2[recipes.index(site.recipe)],
+                site.recipe,
+                fp8_results=site.fp8_results,
+                limits=run.config.dispatch.limits,
             )
-            looks[path] = jnp.stack(measures, 1)
-        return looks
+            for path, site in sites.items()
+        }
 
     # A look is rare and small: faster kernels would not make up for their search.
     return jax.jit(look, compiler_options=untuned_here())

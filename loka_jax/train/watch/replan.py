@@ -1,11 +1,12 @@
-"""Changes the plan of a run in progress."""
+"""Changes the plan of a run in progress, by what looks and live errors have shown."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 
+from loka_jax.dispatch.drift import after_change
 from loka_jax.dispatch.groups import cross_networks
 from loka_jax.dispatch.plan import DispatchPlan, as_json, from_json
 from loka_jax.dispatch.policy import Decision
@@ -20,15 +21,11 @@ from loka_jax.train.watch.host_state import Progress
 
 
 class Change(NamedTuple):
-    """A change of plan.
-
-    Attributes:
-        plan: the new plan.
-        said: a sentence for each site that changes.
-    """
+    """A new plan, a sentence for each site that changes, and what the host knows."""
 
     plan: DispatchPlan
     said: tuple[str, ...]
+    progress: Progress
 
 
 def replanned(
@@ -43,9 +40,7 @@ def replanned(
     return run, dataclasses.replace(state, fp8=_merged(state.fp8, initial))
 
 
-def after_failure(
-    run: Run, progress: Progress, error: Exception
-) -> tuple[Change, Progress] | None:
+def after_failure(run: Run, progress: Progress, error: Exception) -> Change | None:
     """Returns the plan without kernels, for a step of them that did not compile.
 
     None if that would not help: no site has a kernel, or memory ran out.
@@ -54,75 +49,61 @@ def after_failure(
     if not kernels or "RESOURCE_EXHAUSTED" in str(error):
         return None
     reason = f"its step did not compile ({one_line(error)})"
-    broken = (*progress.broken, *kernels)
-    change = _demoted(run, progress.step, dict.fromkeys(kernels, reason))
-    return change, dataclasses.replace(progress, broken=broken)
+    progress = dataclasses.replace(progress, broken=(*progress.broken, *kernels))
+    return _change(run, dict.fromkeys(kernels, Decision(BF16, reason)), progress)
 
 
-def review(run: Run, probe: Any, progress: Progress) -> tuple[Change, Progress] | None:
-    """Returns the plan that looks and live errors ask for; None if it is the run's.
-
-    `progress` has all looks.
-    """
-    said: tuple[str, ...] = ()
-    for after in (after_drift, after_review):
-        if found := after(run, probe, progress):
-            change, progress = found
-            run, said = run.replanned(change.plan), said + change.said
-    return (Change(run.plan, said), progress) if said else None
-
-
-def after_drift(
-    run: Run, probe: Any, progress: Progress
-) -> tuple[Change, Progress] | None:
-    """Returns the plan that the newest looks ask for; None if it is the run's.
+def review(run: Run, probe: Any, progress: Progress) -> Change | None:
+    """Returns the plan that all looks and live errors ask for; None if it is the run's.
 
     Sites that have drifted run in bfloat16, with all sites of a cross network that is
     one operation; those whose operands are back, and whose live errors are within the
-    limits where these count, run as they did before. Arguments are those of `review`.
+    limits where these count, run as they did before. Then live errors demote and
+    promote, but for sites that have drifted and those with kernels that did not
+    compile.
     """
-    watch, step = progress.drift, progress.step
-    in_fp8 = {site.path for site in run.sites if site.is_fp8}
-    drifted = {path: why for path, why in watch.drifted.items() if path in in_fp8}
-    drifted |= _followers(run, drifted, in_fp8)
-    returning = _returning(run, probe, progress)
-    if not drifted and not returning:
+    errors = _live_errors(run, probe)
+    drifted, returning = _drifted(run, progress), _returning(run, errors, progress)
+    now = _decisions(run)
+    left = as_json(DispatchPlan(tuple((path, now[path]) for path in drifted)))
+    drift = after_change(progress.drift, left, returning)
+    changed, unsafe = {**drifted, **returning}, progress.unsafe
+    if run.reviewer is not None:
+        plan = run.plan.changed(changed)
+        away = {path for path, site in drift.items() if site.left is not None}
+        paths = {path for path, _ in plan.choices} - away - {*progress.broken}
+        seen = {path: x for path, x in errors.items() if path in paths}
+        demoted, promoted = run.reviewer.review(plan, seen, unsafe)
+        unsafe = tuple(dict.fromkeys((*unsafe, *demoted)))
+        by_errors = {**demoted, **promoted}
+        # Their measures were of other casts.
+        drift = {path: x for path, x in drift.items() if path not in by_errors}
+        changed |= by_errors
+    if not changed:
         return None
-    change = _demoted(run, step, drifted)
-    decisions = _decisions(run)
-    left = as_json(DispatchPlan(tuple((path, decisions[path]) for path in drifted)))
-    said = tuple(
-        f"step {step:,}: {path} runs by {decision.choice.name} again: its operands are "
-        "back."
-        for path, decision in returning.items()
-    )
-    progress = dataclasses.replace(
-        progress,
-        planned=progress.planned | left,
-        drift=watch.changed(drifted, returning),
-    )
-    return Change(change.plan.changed(returning), change.said + said), progress
+    progress = dataclasses.replace(progress, drift=drift, unsafe=unsafe)
+    return _change(run, changed, progress)
 
 
-def _followers(
-    run: Run, drifted: Mapping[str, str], in_fp8: Collection[str]
-) -> dict[str, str]:
-    """Returns why other sites go with those that have drifted, by path.
-
-    A cross network is one operation with one choice; apart its sites would be slower in
-    FP8 than in bfloat16.
-    """
-    return {
-        path: f"{leaders[0]} has drifted, and its cross network is one operation"
-        for network in _cross_networks(run)
-        if (leaders := [path for path in network if path in drifted])
-        for path in network
-        if path in in_fp8 and path not in drifted
-    }
+def _drifted(run: Run, progress: Progress) -> dict[str, Decision]:
+    """Returns the decisions on sites in FP8 that have drifted, or follow others."""
+    sites, in_fp8 = progress.drift, {site.path for site in run.sites if site.is_fp8}
+    drifted = [path for path in sites if sites[path].has_drifted and path in in_fp8]
+    reasons = {path: sites[path].why for path in drifted}
+    for network in _cross_networks(run):
+        if leaders := [path for path in network if path in drifted]:
+            why = f"{leaders[0]} has drifted, and its cross network is one operation"
+            followers = in_fp8.intersection(network).difference(drifted)
+            reasons |= {path: why for path in network if path in followers}
+    return {path: Decision(BF16, why) for path, why in reasons.items()}
 
 
 def _cross_networks(run: Run) -> list[list[str]]:
-    """Returns the paths of each cross network whose sites have one choice."""
+    """Returns the paths of each cross network whose sites have one choice.
+
+    It is one operation with one choice; apart its sites would be slower in FP8 than in
+    bfloat16.
+    """
     decisions = _decisions(run)
     return [
         network
@@ -131,72 +112,41 @@ def _cross_networks(run: Run) -> list[list[str]]:
     ]
 
 
-def _returning(run: Run, probe: Any, progress: Progress) -> dict[str, Decision]:
+def _returning(
+    run: Run, errors: Mapping[str, RoleErrors], progress: Progress
+) -> dict[str, Decision]:
     """Returns the decisions on the sites that return from drift, by path."""
-    planned = dict(from_json(progress.planned, run.sites, "the checkpoint").decisions)
-    errors = _live_errors(run, probe, progress.drift.back)
-    reason = f"its operands are back at step {progress.step:,}"
+    away = {p: x.left for p, x in progress.drift.items() if x.left is not None}
+    planned = dict(from_json(away, run.sites, "the checkpoint").decisions)
     back = {
-        path: planned[path]._replace(reason=reason)
-        for path in progress.drift.back
-        if run.reviewer is None
-        or run.reviewer.is_well_within(planned[path].choice, errors.get(path, {}))
+        path: planned[path]._replace(reason="its operands are back")
+        for path in away
+        if progress.drift[path].is_back
+        and (
+            run.reviewer is None
+            or run.reviewer.is_well_within(planned[path].choice, errors.get(path, {}))
+        )
     }
-    away = set(progress.drift.away)
     for network in _cross_networks(run):
-        if not away & set(network) <= back.keys():  # it returns as a whole
+        if not away.keys() & set(network) <= back.keys():  # it returns as a whole
             back = {path: x for path, x in back.items() if path not in network}
     return back
 
 
-def after_review(
-    run: Run, probe: Any, progress: Progress
-) -> tuple[Change, Progress] | None:
-    """Returns the plan that live errors ask for; None if it is the run's.
-
-    Sites that drift has demoted, and those with kernels that did not compile, stay as
-    they are. Arguments are those of `review`.
-    """
-    if run.reviewer is None:
-        return None
-    left_alone = {*progress.drift.away, *progress.broken}
-    reviewed = [path for path, _ in run.plan.choices if path not in left_alone]
-    errors = _live_errors(run, probe, reviewed)
-    demoted, promoted = run.reviewer.review(run.plan, errors, progress.unsafe)
-    changed = {**demoted, **promoted}
-    if not changed:
-        return None
-    said = tuple(_sentence(progress.step, path, x) for path, x in changed.items())
-    progress = dataclasses.replace(
-        progress,
-        unsafe=tuple(dict.fromkeys((*progress.unsafe, *demoted))),
-        drift=progress.drift.without(changed),  # its measures were of other casts
-    )
-    return Change(run.plan.changed(changed), said), progress
-
-
-def _live_errors(run: Run, probe: Any, paths: Iterable[str]) -> dict[str, RoleErrors]:
+def _live_errors(run: Run, probe: Any) -> dict[str, RoleErrors]:
     """Returns the live errors of sites that were seen in enough steps, by path."""
     stats, recipes = by_path(probe), run.config.probe.recipes
-    errors = {path: stats[path].errors for path in paths if path in stats}
-    found = {
-        path: live_intervals(of_site, recipes)
-        for path, of_site in jax.device_get(errors).items()
-    }
+    errors = jax.device_get({path: x.errors for path, x in stats.items()})
+    found = {path: live_intervals(x, recipes) for path, x in errors.items()}
     return {path: by_role for path, by_role in found.items() if any(by_role.values())}
 
 
-def _demoted(run: Run, step: int, reasons: Mapping[str, str]) -> Change:
-    """Returns the plan with sites in XLA's bfloat16, and the reasons by path."""
-    decisions = {path: Decision(BF16, reason) for path, reason in reasons.items()}
-    said = tuple(_sentence(step, path, x) for path, x in decisions.items())
-    return Change(run.plan.changed(decisions), said)
-
-
-def _sentence(step: int, path: str, decision: Decision) -> str:
-    choice = decision.choice
-    how = f"by {choice.name}" if choice.is_fp8 else "in bfloat16"
-    return f"step {step:,}: {path} runs {how} now: {decision.reason}."
+def _change(run: Run, decisions: Mapping[str, Decision], progress: Progress) -> Change:
+    said = []
+    for path, (choice, reason, *_) in decisions.items():
+        how = f"by {choice.name}" if choice.is_fp8 else "in bfloat16"
+        said.append(f"step {progress.step:,}: {path} runs {how} now: {reason}.")
+    return Change(run.plan.changed(decisions), tuple(said), progress)
 
 
 def _decisions(run: Run) -> dict[str, Decision]:

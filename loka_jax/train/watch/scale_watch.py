@@ -12,8 +12,8 @@ step waits for it: looks are read where a log line or a checkpoint waits anyway.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,6 @@ _E4M3_RANGE = float(jnp.finfo(E4M3).max) / float(jnp.finfo(E4M3).smallest_subnor
 
 MAX_READS = 100  # batches of outliers that are read again to find the columns
 
-type Fault = Literal["clipped", "flushed"]
-
 
 class Value(NamedTuple):
     """A dense value and its column."""
@@ -42,8 +40,7 @@ class Value(NamedTuple):
     column: str
     value: float
 
-    def __str__(self) -> str:
-        """Returns the value and its column in words."""
+    def __str__(self) -> str:  # noqa: D105
         return f"{self.value:.6g} in column {self.column!r}"
 
 
@@ -51,10 +48,7 @@ class Look(NamedTuple):
     """A look at the newest steps, which the device may still be computing.
 
     Attributes:
-        step: the number of steps taken.
         position: position of the next batch.
-        recipes: the recipes of the sites by path.
-        ratios: `amax_ratios` of each site.
         swamped: share of the nonzero dense values of the newest batch that become zero
             in E4M3 under a scale for the largest of them.
         largest: the place of that value in the batch, and the value.
@@ -71,22 +65,26 @@ class Look(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """The operands that were off their scales in one step.
+    """The operands that were off their scales in one step, the worst first."""
 
-    Attributes:
-        fault: what became of their values.
-        age: the number of steps taken since.
-        ratios: by "site/operand", the worst first.
-    """
+    fault: str  # "clipped" or "flushed"
+    age: int  # steps taken since
+    ratios: dict[str, float]  # by "site/operand"
 
-    fault: Fault
-    age: int
-    ratios: dict[str, float]
+    def text(self, names: list[str]) -> str:
+        """Returns a clause on some of the operands, the worst first."""
+        worst, *others = names
+        ratio = self.ratios[worst]
+        event = f"was clipped at 1/{ratio:,.0f} of its amax"
+        if self.fault == "flushed":
+            covered = f"1/{1 / ratio:,.0f} of what its scale covers"
+            event = f"reached {covered}: most values are 0"
+        return f"{worst} {event}" + f" (likewise {', '.join(others)})" * bool(others)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaleWatch:
-    """What was found so far; `dataclasses.asdict` gives the values of `from_json`.
+    """What was found so far.
 
     Attributes:
         warnings: a sentence for each step that showed a new operand or column.
@@ -99,12 +97,6 @@ class ScaleWatch:
     known: tuple[str, ...] = ()
     skipped: int = 0
     reads: int = 0
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "ScaleWatch":
-        """Returns the watch from JSON values."""
-        lists: dict[str, Any] = {x: tuple(data[x]) for x in ("warnings", "known")}
-        return cls(**data | lists)
 
     def after(self, look: Look, data: Dataset, batch_size: int) -> "ScaleWatch":
         """Returns the watch after a look, once the device has computed that.
@@ -122,46 +114,33 @@ class ScaleWatch:
                     continue
                 watch = dataclasses.replace(watch, reads=watch.reads + 1)
                 value = largest_value(data, look.position, batch_size, finding.age)
-            watch = watch._with(finding, look.step - finding.age, value)
+            where = "" if value is None else f" {value.column}"
+            keys = {f"{finding.fault} {name}{where}": name for name in finding.ratios}
+            new = {key: name for key, name in keys.items() if key not in watch.known}
+            if new:
+                text = finding.text(list(new.values()))
+                if value is not None:
+                    text += f"; the largest dense value was {value}"
+                watch = watch._warned(look.step - finding.age, text, new)
+        share, (place, largest) = float(look.swamped), look.largest
         # A scale that has clipped an outlier serves the other values.
-        if any(finding.fault == "clipped" for finding in findings):
+        is_clipped = any(finding.fault == "clipped" for finding in findings)
+        if is_clipped or not share > SWAMPED:
             return watch
-        return watch._with_swamped(look, data.schema.dense)
-
-    def _with(self, finding: Finding, step: int, value: Value | None) -> "ScaleWatch":
-        """Returns the watch with a finding, unless all of it is known."""
-        where = "" if value is None else f" {value.column}"
-        keys = {name: f"{finding.fault} {name}{where}" for name in finding.ratios}
-        new = [name for name, key in keys.items() if key not in self.known]
-        if not new:
-            return self
-        sentence = f"step {step:,}: {_describe(finding, new)}"
-        if value is not None:
-            sentence += f"; the largest dense value was {value}"
-        return self._warned(f"{sentence}.", [keys[name] for name in new])
-
-    def _with_swamped(self, look: Look, columns: tuple[str, ...]) -> "ScaleWatch":
-        """Returns the watch with the newest batch, if most of it is too small."""
-        share, (place, value) = float(look.swamped), look.largest
-        if not share > SWAMPED:
-            return self
-        largest = Value(columns[int(place) % len(columns)], float(value))
-        key = f"swamped {largest.column}"
-        if key in self.known:
-            return self
-        sentence = (
-            f"step {look.step:,}: {share:.0%} of the dense values are too small for "
-            f"FP8 beside {largest}: use --data.transform log1p or --recipe "
-            "fp8_rowwise, or clip the column in the files."
+        columns = data.schema.dense
+        value = Value(columns[int(place) % len(columns)], float(largest))
+        key = f"swamped {value.column}"
+        text = (
+            f"{share:.0%} of the dense values are too small for FP8 beside {value}: "
+            "use --data.transform log1p or --recipe fp8_rowwise, or clip the column in "
+            "the files"
         )
-        return self._warned(sentence, [key])
+        return watch if key in watch.known else watch._warned(look.step, text, [key])
 
-    def _warned(self, sentence: str, keys: list[str]) -> "ScaleWatch":
-        return dataclasses.replace(
-            self,
-            warnings=(*self.warnings, sentence),
-            known=(*self.known, *keys),
-        )
+    def _warned(self, step: int, text: str, new: Iterable[str]) -> "ScaleWatch":
+        warnings = (*self.warnings, f"step {step:,}: {text}.")
+        known = (*self.known, *new)
+        return dataclasses.replace(self, warnings=warnings, known=known)
 
 
 def take_look(
@@ -177,44 +156,31 @@ def take_look(
 
     `recipes` may have more sites than `sites`, those with delayed scales.
     """
-    recipes = {path: recipes[path] for path in sites}
-    ratios, swamped, largest, skipped = _measure(
-        list(sites.values()), dense, skipped, recipes=tuple(recipes.values())
-    )
-    return Look(step, position, recipes, ratios, swamped, largest, skipped)
+    recipes, tables = {path: recipes[path] for path in sites}, list(sites.values())
+    measured = _measure(tables, dense, skipped, recipes=tuple(recipes.values()))
+    return Look(step, position, recipes, *measured)
 
 
 def find(
     recipes: Mapping[str, Recipe], ratios: Float[np.ndarray, "sites 3 n"]
 ) -> list[Finding]:
-    """Returns the worst step of each fault."""
+    """Returns the worst step of each fault, with the operands that show it there."""
     smallest = _smallest_ratios(tuple(recipes.values()))
     ratios = np.where(smallest > 0, ratios, 0.0)
-    nonzero = np.where(ratios > 0, ratios, np.inf)
-    excess: dict[Fault, np.ndarray] = {
-        "clipped": ratios / CLIPPED,
-        "flushed": FLUSHED * smallest / nonzero,
-    }
-    findings = []
-    for fault, by_operand in excess.items():
-        worst, age = _worst_step(by_operand)
-        if worst:
-            paths = list(recipes)
-            off = {
-                f"{paths[site]}/{OPERANDS[row]}": float(ratios[site, row, age])
-                for site, row in worst
-            }
+    nonzero, findings = np.where(ratios > 0, ratios, np.inf), []
+    clipped, flushed = ratios / CLIPPED, FLUSHED * smallest / nonzero
+    for fault, excess in (("clipped", clipped), ("flushed", flushed)):
+        age = int(np.argmax(np.max(excess, axis=(0, 1))))
+        worst = sorted(
+            np.argwhere(excess[:, :, age] > 1), key=lambda x: -excess[*x, age]
+        )
+        off = {
+            f"{list(recipes)[site]}/{OPERANDS[row]}": float(ratios[site, row, age])
+            for site, row in worst
+        }
+        if off:
             findings.append(Finding(fault, age, off))
     return findings
-
-
-def _worst_step(excess: np.ndarray) -> tuple[list[tuple[int, int]], int]:
-    """Returns sites and operands that exceed 1 in the worst step, and its age."""
-    if not np.max(excess) > 1:
-        return [], 0
-    age = int(np.argmax(np.max(excess, axis=(0, 1))))
-    off = [(int(i), int(j)) for i, j in np.argwhere(excess[:, :, age] > 1)]
-    return sorted(off, key=lambda place: -excess[*place, age]), age
 
 
 @functools.cache
@@ -243,19 +209,6 @@ def largest_value(
     dense = np.asarray(data.batch(place, batch_size, shuffle=True).dense)
     row, column = np.unravel_index(np.nanargmax(np.abs(dense)), dense.shape)
     return Value(data.schema.dense[column], float(dense[row, column]))
-
-
-def _describe(finding: Finding, names: list[str]) -> str:
-    """Returns a clause on some of the operands of a finding, the worst first."""
-    worst, *others = names
-    ratio = finding.ratios[worst]
-    if finding.fault == "clipped":
-        event = f"was clipped at 1/{ratio:,.0f} of its amax"
-    else:
-        covered = f"1/{1 / ratio:,.0f} of what its scale covers"
-        event = f"reached {covered}: most values are 0"
-    also = f" (likewise {', '.join(others)})" if others else ""
-    return f"{worst} {event}{also}"
 
 
 @functools.partial(jax.jit, static_argnames="recipes")

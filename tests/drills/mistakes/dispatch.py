@@ -136,15 +136,15 @@ MISTAKES = [
     Mistake(
         "decayed moments keep their scatter",
         f"{_PROBE}/moments.py",
-        "scatter=factor * moments.scatter",
-        "scatter=moments.scatter",
+        "before, scatter = decay * a.count, decay * a.scatter",
+        "before, scatter = decay * a.count, a.scatter",
         "unit/probe/moments_test.py",
     ),
     Mistake(
-        "devices' means count alike, however many their rows",
+        "the scatter of a device is about its own mean",
         f"{_PROBE}/moments.py",
-        "jax.lax.psum(moments.count * moments.mean, axis_names)",
-        "jax.lax.pmean(moments.mean, axis_names) * count",
+        "jax.lax.pmean(jnp.mean(rows, axis=0), axis_names)",
+        "jnp.mean(rows, axis=0)",
         "unit/probe/moments_test.py",
     ),
     Mistake(
@@ -157,22 +157,22 @@ MISTAKES = [
     Mistake(
         "the last amax of devices is that of the last device",
         f"{_PROBE}/tails.py",
-        'for name in ("last_amax", "amax_ratio"):',
-        'for name in ("amax_ratio",):',
+        "amax = fp8.amax_over_devices(amax_of(x), axis_names)",
+        "amax = amax_of(x)",
         "unit/probe/tails_test.py",
     ),
     Mistake(
         "the columns of a weight are whitened by its rows before these are updated",
         f"{_PROBE}/matrix_normal.py",
-        "_gram(_whiten(deviation.T, rows), column_size)",
-        "_gram(_whiten(deviation.T, state.rows), column_size)",
+        "_gram(_whiten(deviation.T, rows))",
+        "_gram(_whiten(deviation.T, state.rows))",
         "unit/probe/matrix_normal_test.py",
     ),
     Mistake(
         "dlhs is cast by the stored scale of lhs",
         f"{_PROBE}/live_errors.py",
-        "operands.scales[OPERANDS.index(name)] if is_delayed",
-        "operands.scales[0] if is_delayed",
+        "stored = operands.scales[place]",
+        "stored = operands.scales[0]",
         "unit/probe/live_errors_test.py",
     ),
     Mistake(
@@ -185,8 +185,8 @@ MISTAKES = [
     Mistake(
         "tails of a weight are those of the first one",
         f"{_PROBE}/site.py",
-        "jnp.where(is_seen, b.tails.values, a.tails.values)",
-        "jnp.where(is_seen, a.tails.values, b.tails.values)",
+        "jnp.where(is_seen, batch.rhs.tails.values, stats.rhs.tails.values)",
+        "jnp.where(is_seen, stats.rhs.tails.values, batch.rhs.tails.values)",
         "unit/probe/site_test.py",
     ),
     Mistake(

@@ -89,10 +89,10 @@ MISTAKES = [
         "unit/scaling_test.py",
     ),
     Mistake(
-        "the worst slice is the best one",
+        "the worst row is the best one",
         "loka_jax/quality.py",
-        "worst = jnp.min(jnp.where(has_signal, per_slice, jnp.inf))",
-        "worst = jnp.max(jnp.where(has_signal, per_slice, -jnp.inf))",
+        "jnp.sqrt(jnp.max(relative))",
+        "jnp.sqrt(jnp.min(relative))",
         "unit/quality_test.py",
     ),
     Mistake(

@@ -108,7 +108,7 @@ MISTAKES = [
     Mistake(
         "a call of several steps passes over a look at operands",
         "loka_jax/train/loop.py",
-        "        loop.look_every,\n",
+        "        config.probe.look_every or after,\n",
         "",
         "unit/train/steps_at_once_test.py",
     ),

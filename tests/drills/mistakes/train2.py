@@ -105,15 +105,15 @@ MISTAKES = [
     Mistake(
         "sites that return are taken for demoted, and those demoted for returned",
         f"{TRAIN}/watch/replan.py",
-        "drift=watch.changed(drifted, returning),",
-        "drift=watch.changed(returning, drifted),",
+        "drift = after_change(progress.drift, left, returning)",
+        "drift = after_change(progress.drift, returning, left)",
         "unit/train/watch/replan_test.py",
     ),
     Mistake(
         "a site returns by the live errors of no step",
         f"{TRAIN}/watch/replan.py",
-        "errors = _live_errors(run, probe, progress.drift.back)",
-        "errors = _live_errors(run, probe, progress.drift.drifted)",
+        "planned[path].choice, errors.get(path, {})",
+        "planned[path].choice, {}",
         "unit/train/watch/replan_test.py",
     ),
     Mistake(

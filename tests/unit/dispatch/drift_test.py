@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from loka_jax import jsonfile
 from loka_jax.dispatch.drift import (
     HOME_LOOKS,
     LONG,
@@ -14,7 +15,7 @@ from loka_jax.dispatch.drift import (
     RULES,
     SETTLING,
     SiteDrift,
-    Watch,
+    after_change,
 )
 
 MEASURES = list(RULES)
@@ -121,12 +122,14 @@ def test_a_jump_to_where_a_size_stays_is_no_drift_and_two_in_a_row_are(
 def test_an_error_long_above_its_limit_is_told_of_once():
     within, above = changed(error=(slice(None), -0.3)), changed(error=(1, 0.3))
     within = np.maximum(within, np.where(np.isin(MEASURES, "error"), 0.0, -np.inf))
-    watch, told = Watch(), []
+    site, told = SiteDrift(), []
     for found in [*[within, above] * 20, *[above, above, within] * 20]:
-        before, watch = watch, watch.after({"a": found, "b": within}, 64)
-        watch = Watch.from_json(json.loads(json.dumps(dataclasses.asdict(watch))))
-        told.append(watch.newly_above(before))
-    assert not watch.drifted and not any(told[: 40 + LONG]) and sum(told, []) == ["a"]
+        site = site.after(found, 64)
+        told.append(site.is_long_above)
+    first = told.index(True)  # and it stays
+    assert not site.has_drifted and first >= 40 + LONG and all(told[first:])
+    assert not fed([within] * 99, SiteDrift()).is_long_above
+    assert not after_change({"a": site}, {"a": {}}, ())["a"].is_long_above
 
 
 def test_what_is_not_measured_changes_nothing():
@@ -144,37 +147,38 @@ def test_what_is_not_measured_changes_nothing():
 
 
 def test_a_site_returns_when_its_operands_do_and_waits_longer_each_time():
-    watch = Watch(sites={"a": fed([]), "b": fed([])})
+    sites = {"a": fed([]), "b": fed([])}
+    drifted = lambda: {p: x.why for p, x in sites.items() if x.has_drifted}  # noqa: E731
     for time in range(3):
         for _ in range(LOOKS):
-            assert not watch.drifted
-            watch = watch.after({"a": BAD, "b": USUAL}, 0)
-        assert list(watch.drifted) == ["a"] and "rhs" in watch.drifted["a"]
-        watch, waited = watch.changed(watch.drifted, ()), 0
-        assert watch.away == ["a"] and not watch.drifted
-        while not watch.back:
-            watch, waited = watch.after({"a": USUAL}, 0), waited + 1
+            assert not drifted()
+            sites = {"a": fed([BAD], sites["a"]), "b": fed([USUAL], sites["b"])}
+        assert list(drifted()) == ["a"] and "rhs" in drifted()["a"]
+        sites, waited = after_change(sites, {"a": {"choice": "x"}}, ()), 0
+        assert sites["a"].left == {"choice": "x"} and not drifted()
+        while not sites["a"].is_back:
+            sites["a"], waited = fed([USUAL], sites["a"]), waited + 1
         assert waited == HOME_LOOKS * 2**time
-        watch = watch.changed((), watch.back)
-        assert not watch.away and watch.sites["a"].off == 0
-    assert watch.sites["b"].looks == SETTLING + 3 * LOOKS
+        sites = after_change(sites, {}, ["a"])
+        assert sites["a"].left is None and sites["a"].off == 0
+    assert sites["b"].looks == SETTLING + 3 * LOOKS
     # The wait has an end, however often a site leaves.
-    site = dataclasses.replace(watch.sites["a"], away=True, demotions=99)
+    site = dataclasses.replace(sites["a"], left={}, demotions=99)
     homes = (HOME_LOOKS * 2**8 + i for i in (-1, 0))
     returns = [dataclasses.replace(site, home=home).is_back for home in homes]
     assert returns == [False, True]
 
 
-def test_a_watch_goes_on_from_json():
+def test_a_site_goes_on_from_json():
     looks = [
         USUAL,
         changed(peak=(2, np.nan)),
         *[USUAL] * (SETTLING - 2),
         *[BAD] * LOOKS,
     ]
-    whole = cut = Watch()
+    whole = cut = SiteDrift()
     for found in looks:
-        whole = whole.after({"a": found}, 1)
-        cut = Watch.from_json(json.loads(json.dumps(dataclasses.asdict(cut))))
-        cut = cut.after({"a": found}, 1)
-    assert whole == cut and whole.drifted
+        whole = whole.after(found, 1)
+        saved = json.loads(json.dumps(dataclasses.asdict(cut)))
+        cut = jsonfile.typed(saved, SiteDrift).after(found, 1)
+    assert whole == cut and whole.has_drifted

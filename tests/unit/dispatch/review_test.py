@@ -117,13 +117,11 @@ SIZES = np.array([[1.0, 3.0, 7.0], [2.0, 5.0, 11.0], [1.5, 4.0, 9.0]])  # role, 
 def _steps(values, decay=1.0):
     """Returns the errors of steps: these of the second recipe's fwd in relative L2."""
     values, weights = np.asarray(values), decay ** np.arange(len(values))[::-1]
-    moments = np.zeros((2, 3, 3, 4))
-    if len(values):
-        mean = np.average(values, weights=weights)
-        moments[1, ..., 0], moments[1, ..., 1] = weights.sum(), (weights**2).sum()
-        moments[1, ..., 2] = mean * SIZES
-        moments[1, ..., 3] = np.sum(weights * (values - mean) ** 2) * SIZES**2
-    return LiveErrors(np.float32(len(values)), moments)
+    sums = np.zeros((2, 3, 3, 4))
+    sums[1, ..., 0], sums[1, ..., 1] = weights.sum(), (weights**2).sum()
+    sums[1, ..., 2] = np.sum(weights * values) * SIZES
+    sums[1, ..., 3] = np.sum(weights * values**2) * SIZES**2
+    return LiveErrors(np.float32(len(values)), sums)
 
 
 def _errors_live(value, recipe="fp8_rowwise", low=0.9, high=1.2):
@@ -172,13 +170,13 @@ def test_drawn_errors_are_corrected_by_what_was_seen_of_others():
     logs = np.log(list(factors.values()))
     for role in ROLES:
         for ratio in by_role[role].values():
-            expected = (logs.mean(), logs.std(ddof=1), 3)
+            spread = student.ppf(0.975, 2) * logs.std(ddof=1) * math.sqrt(1 + 1 / 3)
+            expected = logs.mean() + np.array([0, -spread, spread])
             np.testing.assert_allclose(ratio, expected, rtol=1e-6)
 
     own = review.own_errors(seen["a"], drawn["a"], by_role)
     assert own["drhs"]["fp8_rowwise"] == seen["a"]["drhs"]["fp8_rowwise"]
-    half = student.ppf(0.975, 2) * logs.std(ddof=1) * math.sqrt(1 + 1 / 3)
-    half = math.hypot(half, math.log(1.1))  # of the ratio, and of the draws
+    half = math.hypot(spread, math.log(1.1))  # of the ratio, and of the draws
     expected = 0.04 * np.exp(logs.mean() + np.array([0, -half, half]))
     found = own["drhs"]["fp8_blockwise"]["worst_row"]
     np.testing.assert_allclose(found, 4.0 * expected, rtol=1e-6)

@@ -13,6 +13,7 @@ from loka_jax.dispatch.table import Entry, Table
 from loka_jax.measure.intervals import Interval
 from loka_jax.recipe import ROLES
 from loka_jax.site import SiteSpec
+from loka_jax.survey.sensitivity import Effect
 from tests.support.commands import assert_refused
 from tests.support.configs import tiny_config
 
@@ -69,8 +70,7 @@ def test_what_is_timed_already_is_not_timed_again(tuned):
     assert (name, sites, stats, tuning.pairs) == ("model", ("a site",), {"a": 3}, 7)
     assert seen.measure.call_args.kwargs["timed"] == [SITE]
     assert tables.read(seen.path).sites[SITE].times == times  # and is kept
-    recipe = {"recipe": "fp8_tensorwise", "max_batches": 5}
-    assert seen.sensitivity.call_args.kwargs == recipe
+    assert seen.sensitivity.call_args.args[2] == 5
     calls = [call[0] for call in seen.mock_calls if call[1][:1] == (seen.path,)]
     assert calls[-2:] == ["_add_own_errors", "_add_refusals"]  # seen, in draws' place
     assert seen._add_refusals.call_args.args[3] == 5
@@ -79,8 +79,8 @@ def test_what_is_timed_already_is_not_timed_again(tuned):
 
 
 def test_effects_are_relative_and_left_out_if_not_finite(tuned, capsys):
-    effect = {"change": 1e-3, "low": 5e-4, "high": 2e-3, "loss": 0.5}
-    lost = effect | {"high": float("nan")}
+    effect = Effect(Interval(1e-3, 5e-4, 2e-3), 0.1, 0.5, 64)
+    lost = effect._replace(change=Interval(1e-3, 5e-4, float("nan")))
     code, seen = tuned({"a": effect, "b": lost, script.ALL: effect}, ())
     assert code == 0
     found = seen.measure.call_args.kwargs["effects"]

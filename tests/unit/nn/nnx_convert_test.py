@@ -191,10 +191,10 @@ def test_probe_sees_a_converted_model():
         wrt = nnx.DiffState(0, nn.ProbeStats)
         (seen,) = jax.tree.leaves(
             nnx.grad(lambda m, x: jnp.sum(jnp.float32(m(x))), argnums=wrt)(model, X),
-            is_leaf=lambda x: hasattr(x, "lhs"),
+            is_leaf=lambda x: hasattr(x, "operands"),
         )
-    np.testing.assert_array_equal(seen.lhs, X[::2])
-    np.testing.assert_array_equal(seen.g, np.ones((16, 16), np.float32))
+    np.testing.assert_array_equal(seen.operands.lhs, X[::2])
+    np.testing.assert_array_equal(seen.operands.g, np.ones((16, 16), np.float32))
 
 
 def test_the_state_of_a_site_without_a_gradient_stays_as_it_was():

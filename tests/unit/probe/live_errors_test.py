@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from loka_jax.probe import live_errors
-from loka_jax.probe.live_errors import LiveErrors, Operands
-from loka_jax.recipe import OPERANDS, ROLES, get_recipe
+from loka_jax.probe.live_errors import LiveErrors, operands_of, quantized
+from loka_jax.recipe import ROLES, get_recipe
 from tests import support
 
 M, K, N = 42, 32, 16
 DELAYED = "fp8_tensorwise_delayed"
 NAMES = (DELAYED, "fp8_rowwise", "fp8_tensorwise/bf16/bf16")
-WEIGHT, SQUARES, MEAN, M2 = range(4)  # places in the moments
+WEIGHT, SQUARES, MEAN, SQUARE = range(4)  # places in the sums
 NONE_YET = (0.0, 0.0, 0.0)
 
 _merge = jax.jit(live_errors.merge)
@@ -25,8 +25,8 @@ _merge = jax.jit(live_errors.merge)
 @functools.partial(jax.jit, static_argnames="names")
 def _errors(lhs, rhs, g, scales, steps, names):
     recipes = tuple(map(get_recipe, names))
-    operands = Operands(lhs, rhs, g, tuple(scales))
-    return live_errors.live_errors(operands, recipes, steps).moments
+    operands = operands_of(lhs, rhs, g, tuple(scales))
+    return live_errors.live_errors(operands, recipes, steps).sums
 
 
 def _bf16(x):
@@ -44,7 +44,7 @@ def _operands(n=N):
 
 
 def _measured(operands, scales=NONE_YET, steps=0.0, names=NAMES):
-    """Returns the moments by recipe, role, measure and place."""
+    """Returns the sums by recipe, role, measure and place."""
     found = _errors(*operands, jnp.asarray(scales), steps, names)
     return dict(zip(names, np.asarray(found), strict=True))
 
@@ -89,9 +89,8 @@ def test_small_products_are_measured_whole(scales):
             if get_recipe(name).gemm(role) is None:
                 np.testing.assert_array_equal(moments, 0.0)
                 continue
-            np.testing.assert_array_equal(
-                moments[:, [WEIGHT, SQUARES, M2]], [[1, 1, 0]] * 3
-            )
+            np.testing.assert_array_equal(moments[:, [WEIGHT, SQUARES]], 1)
+            np.testing.assert_allclose(moments[:, SQUARE], moments[:, MEAN] ** 2)
             expected = _expected(operands, role, name, scales)
             # Sums of 42 float32 terms at most: far below the error of a cast, 2^-4,
             # but for relative errors of elements in which terms cancel.
@@ -100,13 +99,13 @@ def test_small_products_are_measured_whole(scales):
 
 
 def test_a_delayed_scale_leaves_headroom_before_it_is_stored():
-    amaxes = np.float32([448.0, 896.0, 1792.0])
-    arrays = Operands(*amaxes[:, None, None], (None,) * 3)
+    arrays = np.float32([448.0, 896.0, 1792.0])[:, None, None]
+    operands = operands_of(*arrays)
     for name, factor in (("fp8_tensorwise", 1), (DELAYED, 2)):
-        recipe = get_recipe(name)
-        for operand, amax in zip(OPERANDS, (1, 2, 4), strict=True):
-            args = arrays, operand, recipe.casts(operand)[0], recipe, ()
-            assert live_errors._scale_inv(*args) == factor * amax
+        pairs = ("fwd", arrays[:2], (1, 2)), ("dlhs", arrays[[2, 1]], (4, 2))
+        for role, pair, amaxes in pairs:
+            views = quantized(operands, role, get_recipe(name), *map(jnp.asarray, pair))
+            assert [view.scale_inv for view in views] == [factor * x for x in amaxes]
 
 
 def test_a_product_that_is_not_finite_is_left_out():
@@ -158,7 +157,7 @@ def test_devices_together_measure_the_whole_product():
 
     @functools.partial(jax.vmap, axis_name="data", in_axes=(0, 0, None))
     def apart(lhs, g, rhs):
-        operands = Operands(lhs, rhs, g, (None,) * 3)
+        operands = operands_of(lhs, rhs, g, axis_names=("data",))
         args = operands, recipes, "drhs", jnp.zeros(()), ("data",)
         return live_errors._role_errors(*args)[0]
 
@@ -167,36 +166,24 @@ def test_devices_together_measure_the_whole_product():
     np.testing.assert_allclose(found, [expected] * 2, rtol=5e-3)
 
 
-def _steps(rng, count):
-    """Returns the errors of steps, some of which lack the second recipe."""
-    moments = np.zeros((count, 2, 3, 3, 4), np.float32)
-    moments[..., MEAN] = rng.uniform(0.01, 0.1, moments.shape[:-1])
-    moments[..., :MEAN] = 1.0
-    moments[::2, 1] = 0.0
-    return [LiveErrors(jnp.ones(()), x) for x in moments]
-
-
 @pytest.mark.parametrize("decay", [1.0, 0.5])
-def test_merged_moments_are_those_of_the_steps(decay):
-    steps = _steps(np.random.default_rng(0), 6)
+def test_merged_sums_are_those_of_the_steps(decay):
+    sums = np.random.default_rng(0).uniform(0.01, 0.1, (6, 2, 3, 3, 4))
+    steps = [LiveErrors(jnp.ones(()), np.float32(x)) for x in sums]
     pairs = [_merge(a, b) for a, b in zip(steps[::2], steps[1::2], strict=True)]
     merged = functools.reduce(functools.partial(_merge, decay=decay), pairs)
     assert merged.steps == 6
-    moments = np.stack([step.moments for step in steps])
-    weights = np.repeat(decay ** np.arange(2.0, -1, -1), 2)[:, None, None, None]
-    weights, values = weights * moments[..., WEIGHT], moments[..., MEAN]
-    total, mean = np.sum(weights, 0), np.average(values, 0, weights)
-    m2 = np.sum(weights * (values - mean) ** 2, 0)
-    expected = np.stack([total, np.sum(weights**2, 0), mean, m2], -1)
-    np.testing.assert_allclose(merged.moments, expected, rtol=1e-4, atol=1e-9)
+    weights = np.repeat(decay ** np.arange(2.0, -1, -1), 2)[:, None, None, None, None]
+    powers = weights ** np.array([1, 2, 1, 1])
+    np.testing.assert_allclose(merged.sums, np.sum(powers * sums, 0), rtol=1e-5)
     # What was not seen ages nothing.
     kept = _merge(merged, live_errors.empty_errors(2), decay=decay)
-    np.testing.assert_allclose(kept.moments, merged.moments, rtol=1e-6)
+    np.testing.assert_array_equal(kept.sums, merged.sums)
 
 
 @functools.partial(jax.jit, static_argnames="copies")
 def _error_of_drhs(lhs, g, copies):
-    operands = Operands(lhs, jnp.ones((64, 64)), g, (None,) * 3)
+    operands = operands_of(lhs, jnp.ones((64, 64)), g)
     recipes = [get_recipe("fp8_tensorwise")]
     return live_errors.live_errors(operands, recipes, copies=copies).relative_l2[0, 2]
 

@@ -63,17 +63,20 @@ def _joined(blocks, size):
     return whole[:size, :size]
 
 
-def _learn(weights, max_bytes=WHOLE, **options):
+def _learn(weights, **options):
     update = functools.partial(_update, **options)
-    return functools.reduce(update, weights, empty_weights(K, N, max_bytes=max_bytes))
+    return functools.reduce(update, weights, empty_weights(K, N))
 
 
 @pytest.mark.parametrize("max_bytes, block", [(WHOLE, N), (BLOCKS, 2)])
-def test_mean_and_covariances_follow_the_equations(max_bytes, block):
+def test_mean_and_covariances_follow_the_equations(max_bytes, block, monkeypatch):
     # Rates of the prior at first, and then those of the momentum.
     weights = _weights(8)
-    found = _learn(weights, max_bytes, momentum=0.93, mean_momentum=0.6)
-    mean, rows, columns = _expected(weights, K, block, m=0.93, p=0.6)
+    monkeypatch.setattr(matrix_normal.blocks, "MAX_BYTES", max_bytes)
+    monkeypatch.setattr(matrix_normal, "_MOMENTUM", 0.93)
+    jax.clear_caches()
+    found = _learn(weights)
+    mean, rows, columns = _expected(weights, K, block, m=0.93)
     assert found.columns.shape[-1] == block
     assert (found.steps, found.moves) == (8, 7)
     np.testing.assert_allclose(found.mean, mean, rtol=1e-4)
@@ -91,4 +94,3 @@ def test_the_mean_can_move_alone():
     np.testing.assert_allclose(alone.mean, mean, rtol=1e-4)
     assert (alone.steps, alone.moves) == (8, 0)
     chex.assert_trees_all_equal(alone.rows, empty_weights(K, N).rows)
-    assert matrix_normal.MEAN_MOMENTUM == 0.5

@@ -11,9 +11,9 @@ import pytest
 from loka_jax.probe import blocks, moments, row_norms, sampling
 from loka_jax.probe.matrix_normal import MatrixNormal
 from loka_jax.probe.moments import empty_moments, moments_of
-from loka_jax.probe.row_norms import RowNorms, norms_of
+from loka_jax.probe.row_norms import norms_of
 from loka_jax.probe.sampling import sample_rows, sample_weight
-from loka_jax.probe.site import ProbeConfig, empty_stats
+from loka_jax.probe.site import ProbeConfig
 
 K = 7
 _merge = jax.jit(moments.merge)
@@ -46,8 +46,9 @@ def _check(found, rows, weights=None):
 
 
 @pytest.mark.parametrize("max_bytes", [4 * K * K, 4 * K * 3], ids=["whole", "blocks"])
-def test_rows_in_parts_give_the_moments_of_one_pass(max_bytes):
-    rows, empty = _rows(60), empty_moments(K, max_bytes=max_bytes)
+def test_rows_in_parts_give_the_moments_of_one_pass(max_bytes, monkeypatch):
+    monkeypatch.setattr(blocks, "MAX_BYTES", max_bytes)
+    rows, empty = _rows(60), empty_moments(K)
     size = empty.scatter.shape[-1]
     assert size == (K if max_bytes == 4 * K * K else 2)
     a, b, c = (_of(part, size) for part in np.split(rows, [3, 20]))
@@ -58,16 +59,20 @@ def test_rows_in_parts_give_the_moments_of_one_pass(max_bytes):
 
 
 def test_devices_together_give_the_moments_of_one_pass():
-    rows, weights = _rows(60).reshape(3, 20, K), np.float32([1.0, 0.5, 2.0])
+    rows = _rows(60).reshape(3, 20, K)
 
     @functools.partial(jax.vmap, axis_name="data", out_axes=None)
-    def together(rows, weight):
-        own = moments.decay(moments_of(rows, 3), weight)
-        return moments.merge_over_devices(own, ("data",))
+    def together(rows):
+        return moments_of(rows, 3, ("data",))
 
-    _check(jax.jit(together)(rows, weights), rows.reshape(-1, K), weights.repeat(20))
-    alone = moments_of(rows[0], 3)
-    assert moments.merge_over_devices(alone, ()) is alone
+    _check(jax.jit(together)(rows), rows.reshape(-1, K))
+
+
+def test_earlier_rows_count_less_by_a_decay():
+    earlier, later = _rows(20), _rows(40, seed=1)
+    merged = _merge(_of(earlier, 3), _of(later, 3), 0.5)
+    weights = np.repeat([0.5, 1.0], [20, 40])
+    _check(merged, np.concatenate([earlier, later]), weights)
 
 
 SIZE = 3  # of blocks: two are full, and two features of the third are padding
@@ -107,11 +112,14 @@ def test_every_variance_gets_a_millionth_of_the_mean_of_all_blocks():
     np.testing.assert_allclose(found[0, 1, 1] ** 2, 4e-6, rtol=0.2)
 
 
-def test_a_block_is_all_features_or_the_largest_power_of_two_that_fits():
-    sizes = [blocks.block_size(100, x) for x in (40_000, 39_999, 400)]
-    assert sizes == [100, 64, 1] and blocks.block_size(2049) == 1024
+def test_a_block_is_all_features_or_the_largest_power_of_two_that_fits(monkeypatch):
+    assert blocks.block_size(2048) == 2048 and blocks.block_size(2049) == 1024
+    for max_bytes, size in ((40_000, 100), (39_999, 64), (400, 1)):
+        monkeypatch.setattr(blocks, "MAX_BYTES", max_bytes)
+        assert blocks.block_size(100) == size
+    monkeypatch.setattr(blocks, "MAX_BYTES", 4 * 100 - 1)
     with pytest.raises(ValueError, match="100 variances take more"):
-        blocks.block_size(100, 4 * 100 - 1)
+        blocks.block_size(100)
 
 
 LOWEST, BINS = -56, 160  # half octaves from 2^-56 on
@@ -128,13 +136,13 @@ def test_rows_are_counted_by_their_size_about_the_centre():
     places = np.floor(2 * (np.log2(sizes) - LOWEST)).astype(int)
     # Beside 2^-4, float32 holds 2^-20 to 1 %: a quarter of a bin is 9 %.
     expected = np.bincount(places, minlength=BINS)
-    np.testing.assert_array_equal(_norms_of(rows, centre).counts, expected)
+    np.testing.assert_array_equal(_norms_of(rows, centre), expected)
 
 
 @pytest.mark.parametrize("size, place", [(0.0, 0), (1e-30, 0), (1e10, -1)])
 def test_rows_beyond_the_bins_are_in_the_outer_ones(size, place):
     norms = _norms_of(np.full((6, K), size, np.float32), np.zeros(K, np.float32))
-    assert norms.counts[place] == jnp.sum(norms.counts) == 6
+    assert norms[place] == jnp.sum(norms) == 6
     # Drawn sizes of one bin are about equal.
     np.testing.assert_allclose(_scales(jax.random.key(0), norms, 4000), 1.0, rtol=0.2)
 
@@ -142,7 +150,7 @@ def test_rows_beyond_the_bins_are_in_the_outer_ones(size, place):
 def test_drawn_sizes_have_the_shares_that_were_seen():
     counts = np.zeros(BINS, np.float32)
     counts[[100, 105, 110]] = 1, 2, 5  # 2.5 octaves apart
-    scales = np.asarray(_scales(jax.random.key(0), RowNorms(counts), 4000))
+    scales = np.asarray(_scales(jax.random.key(0), counts, 4000))
     np.testing.assert_allclose(np.mean(scales**2), 1.0, rtol=0.05)
     octaves = np.log2(scales / scales.max())
     for centre, share in ((-5.0, 1 / 8), (-2.5, 2 / 8), (0.0, 5 / 8)):
@@ -175,7 +183,9 @@ def _assert_has(drawn, mean, covariance):
 def test_rows_have_the_learned_moments():
     rows = _rows(400) * np.float32(2.0 ** np.arange(K))
     learned, blocks = moments_of(rows, BLOCK), np.arange(K) // BLOCK
-    drawn = np.asarray(_draw_rows(jax.random.key(2), learned, DRAWS), np.float64)
+    norms = jnp.zeros(BINS)  # of no rows: Gaussian, as in the paper
+    drawn = _draw_rows(jax.random.key(2), learned, DRAWS, norms)
+    drawn = np.asarray(drawn, np.float64)
     covariance = np.cov(rows.astype(np.float64), rowvar=False)
     _assert_has(drawn, rows.mean(0), covariance * np.equal.outer(blocks, blocks))
 
@@ -193,7 +203,7 @@ def test_weights_have_the_learned_mean_and_covariances():
 
 
 def test_learned_operands_are_drawn_from_the_statistics_of_each(monkeypatch):
-    shapes = jax.eval_shape(lambda: empty_stats(4, 3, ProbeConfig()))
+    shapes = jax.eval_shape(lambda: ProbeConfig().init(6, 4, 3))
     stats = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     for name, value in (("lhs", 1.001), ("g", 2.001)):
         rows = getattr(stats, name)
@@ -201,7 +211,7 @@ def test_learned_operands_are_drawn_from_the_statistics_of_each(monkeypatch):
         stats = stats._replace(**{name: rows})
 
     def drawn_rows(key, moments, m, norms):
-        np.testing.assert_array_equal(norms.counts, moments.mean[0])
+        np.testing.assert_array_equal(norms, moments.mean[0])
         return jnp.tile(moments.mean[None], (m, 1))
 
     monkeypatch.setattr(sampling, "sample_rows", drawn_rows)

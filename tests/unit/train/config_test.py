@@ -94,7 +94,6 @@ NAN = float("nan")
         (lambda: RunOptions(profile="5:0"), "must be START:STEPS"),
         (lambda: RunOptions(watchdog=1e6 + 1), "at most 1,000,000"),
         (lambda: ProbeOptions(every=-1), "--probe.every -1 must be at least 0"),
-        (lambda: ProbeOptions(max_rows=1), "--probe.max-rows 1 must be at least 2"),
         (lambda: ProbeOptions(decay=0.0), "decay 0.0 must be in (0, 1]"),
         (lambda: DispatchOptions(tune_seconds=NAN), "seconds nan must be positive"),
         (lambda: DispatchOptions(check_seconds=0.0), "seconds 0.0 must be positive"),
@@ -127,10 +126,11 @@ def test_steps_are_observed_when_they_are_due():
     due = {step: options.config_at(step) for step in range(90)}
     moves = {k: v.moves_weight_covariances for k, v in due.items() if v is not None}
     assert moves == {step: step in (0, 80) for step in range(0, 90, 4)}
-    assert due[0].max_rows == options.max_rows and due[0].decay == options.decay
-    for never in (ProbeOptions(), ProbeOptions(every=0)):
+    assert due[0].recipes == options.recipes and due[0].decay == options.decay
+    assert options.look_every == 4
+    for never, looks in ((ProbeOptions(), 64), (ProbeOptions(every=0), 0)):
         assert not any(never.config_at(step) for step in range(10))
-        assert never.first_review() is None
+        assert never.first_review() is None and never.look_every == looks
     # After five observed steps beside the first: 0, 4, 8, 12, 16, 20.
     assert options.first_review() == 21
 

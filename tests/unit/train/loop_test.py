@@ -246,8 +246,12 @@ def test_too_many_skipped_steps_end_the_run(every, skipped, step):
 def test_a_step_that_does_not_compile_is_taken_again_under_another_plan(monkeypatch):
     made = make_loop(steps=6, log_every=6, eval_every=6, steps_per_call=3)
     made.run.errors[0] = RuntimeError("no kernel")
-    change = replan.Change(PLAN, ("site: its step did not compile",))
-    failed = lambda _, now, __: (change, dataclasses.replace(now, broken=("site",)))  # noqa: E731
+
+    def failed(run, progress, error):
+        said = ("site: its step did not compile",)
+        progress = dataclasses.replace(progress, broken=("site",))
+        return replan.Change(PLAN, said, progress)
+
     monkeypatch.setattr(replan, "after_failure", failed)
     follow = lambda run, state, plan: (run.replanned(plan), state)  # noqa: E731
     monkeypatch.setattr(replan, "replanned", follow)
@@ -262,8 +266,9 @@ def test_a_step_that_does_not_compile_is_taken_again_under_another_plan(monkeypa
 def test_a_step_that_has_run_or_that_no_plan_helps_is_an_error(
     monkeypatch, batch, has_plan
 ):
-    followed = replan.Change(PLAN, ()), Progress(position=Position(0, 0, 0))
-    monkeypatch.setattr(replan, "after_failure", lambda *_: followed * has_plan or None)
+    change = replan.Change(PLAN, (), Progress(position=Position(0, 0, 0)))
+    followed = change if has_plan else None
+    monkeypatch.setattr(replan, "after_failure", lambda *_: followed)
     made = make_loop(steps=6)
     made.run.errors[batch] = RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -271,8 +276,9 @@ def test_a_step_that_has_run_or_that_no_plan_helps_is_an_error(
     made.record.write.assert_not_called()
 
 
-def test_scales_are_looked_at_every_eighth_step_and_at_the_end(watched):
-    options = dict(log_every=6, eval_every=18, look_every=5, steps_per_call=2)
+def test_scales_are_looked_at_every_eighth_step_and_at_the_end(watched, monkeypatch):
+    monkeypatch.setattr("loka_jax.train.config.LOOK_EVERY", 5)
+    options = dict(log_every=6, eval_every=18, steps_per_call=2)
     made = make_loop(steps=18, **options).train()
     looks = [event[8:] for event in made.events if "look at" in event]
     of_scales = [f"scales of {n}, rows apart" for n in (12, 30, 32)]
@@ -300,11 +306,12 @@ def test_plans_are_reviewed_with_evaluations_but_not_at_the_end(watched):
 def test_a_new_plan_is_followed_recorded_and_saved(monkeypatch, watched):
     earlier = Progress(position=Position(0, 0, 0), changes=("earlier",))
     made = make_loop(steps=9, eval_every=4, progress=earlier)
-    change = replan.Change(PLAN, ("site: left FP8",))
+    said = ("site: left FP8",)
 
     def review(run, probe, progress):
-        is_first = len(progress.changes) == 1
-        return (change, dataclasses.replace(progress, unsafe=("site",))) * is_first
+        if len(progress.changes) == 1:
+            progress = dataclasses.replace(progress, unsafe=("site",))
+            return replan.Change(PLAN, said, progress)
 
     def replanned(run, state, plan):
         return run.replanned(plan), dataclasses.replace(state, fp8={"new": state.step})
@@ -315,7 +322,7 @@ def test_a_new_plan_is_followed_recorded_and_saved(monkeypatch, watched):
     made.train()
     progress = made.loop.progress
     assert (progress.replanned, progress.unsafe) == (4, ("site",))
-    assert progress.changes == ("earlier", *made.said()) == ("earlier", *change.said)
+    assert progress.changes == ("earlier", *made.said()) == ("earlier", *said)
     made.record.write.assert_called_once_with("plan.json", as_json(PLAN))
     saved = [made.newest.saved[step][1]["plan"] for step in (4, 8)]
     assert saved == [as_json(PLAN)] * 2 and made.loop.run.plan == PLAN

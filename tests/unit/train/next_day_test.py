@@ -29,7 +29,7 @@ EARLIER = Progress(step=7, position=Position(1, 2, 0), days=(MONDAY,))
 
 @pytest.fixture
 def source():
-    saved = Saved(7, {"progress": EARLIER.to_json()}, {})
+    saved = Saved(7, {"progress": dataclasses.asdict(EARLIER)}, {})
     folder = StandInCheckpoints("source", [])
     return SourceRun(pathlib.Path("one"), support.config(), folder, saved)
 

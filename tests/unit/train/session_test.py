@@ -18,7 +18,7 @@ from loka_jax.train import loop as loop_lib
 from loka_jax.train import session
 from loka_jax.train import summary as summary_lib
 from loka_jax.train.checkpoints.manifest import Saved
-from loka_jax.train.config import OBSERVE_EVERY, ProbeOptions
+from loka_jax.train.config import LOOK_EVERY, ProbeOptions
 from loka_jax.train.folder import workdir
 from loka_jax.train.folder.source_run import SourceRun
 from loka_jax.train.loop import Loop
@@ -170,7 +170,7 @@ def test_a_session_may_go_on_from_another_run(tmp_path, monkeypatch, sessions):
     assert len(others) == 8 + 4  # its own steps, and their evaluations
 
 
-@pytest.mark.parametrize("asked, observed", [(None, OBSERVE_EVERY), (7, 7)])
+@pytest.mark.parametrize("asked, observed", [(None, LOOK_EVERY), (7, 7)])
 def test_a_run_resumes_with_the_plan_and_the_observation_of_its_checkpoint(
     sessions, asked, observed
 ):
@@ -188,5 +188,5 @@ def test_a_run_resumes_with_the_plan_and_the_observation_of_its_checkpoint(
 def test_options_that_decide_what_a_run_learns_may_not_change():
     may = {"loop.epochs", "mesh", "data.path", "loop.steps_per_call"}
     fixed = {"loop.batch_size", "loop.microbatches", "loop.eval_every", "optim", "seed"}
-    fixed |= {"loop", "data", "loop.look_every"}
+    fixed |= {"loop", "data", "probe", "probe.every"}
     assert may <= set(session._MAY_CHANGE) and not fixed & set(session._MAY_CHANGE)

@@ -9,7 +9,7 @@ from sklearn.metrics import roc_auc_score
 from loka_jax import nn
 from loka_jax.models import Mmoe
 from loka_jax.optim import OptimConfig, Sgd
-from loka_jax.probe.capture import Capture
+from loka_jax.probe.site import Capture
 from loka_jax.train import metrics, tasks
 from loka_jax.train.logs.log_lines import measure
 from loka_jax.train.placement import Placement
@@ -89,7 +89,7 @@ def test_observed_gradients_are_as_large_as_the_step_has():
     def gradients(task_weights, batch, total_weight=None):
         observe = make_observe_step(MODEL, Placement(TABLES), Capture(), task_weights)
         seen = nn.by_path(jax.jit(observe)(state, batch, total_weight))
-        return {path: operands.g for path, operands in seen.items()}
+        return {path: sample.operands.g for path, sample in seen.items()}
 
     equal = gradients((), batch)
     assert all(np.any(g) for g in equal.values()) and len(equal) > 1

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from loka_jax import scaling
-from loka_jax.dispatch.drift import LOOKS, SiteDrift
-from loka_jax.dispatch.operand_health import health
-from loka_jax.probe.capture import Capture
+from loka_jax.dispatch.drift import LOOKS, SiteDrift, health
+from loka_jax.probe.live_errors import operands_of
+from loka_jax.probe.site import Capture
 from loka_jax.recipe import get_recipe
 
 M, K, N = 128, 32, 32
@@ -53,7 +53,8 @@ def sampled(recipe, state, lhs, rhs, g):
         pairs = zip(seen, scaling.stored_scales(state, stored), strict=True)
         scales = tuple(x if x is None else jnp.where(y, x, 0.0) for y, x in pairs)
     capture = Capture(recipes=(recipe,), max_rows=M)
-    return capture.observe(capture.init(M, K, N), lhs, rhs, g, scales)
+    operands = operands_of(lhs, rhs, g, scales)
+    return capture.observe(capture.init(M, K, N), operands)
 
 
 @functools.partial(jax.jit, static_argnames="name")
@@ -65,10 +66,10 @@ def looks(key, factors, name):
         lhs, rhs, g = healthy(key, at[0])
         arrays = (lhs * at[1][None], rhs, g)
         sample = sampled(recipe, state, *arrays)
-        found = health(sample, sample.errors.relative_l2[0], recipe, state)
+        found = health(sample.operands, sample.errors.relative_l2[0], recipe)
         if state is not None:
-            state = scaling.update_delayed(state, sample.amaxes, recipe)
-        return state, jnp.stack(found, 1)
+            state = scaling.update_delayed(state, sample.operands.amaxes, recipe)
+        return state, found
 
     state = scaling.init_delayed(recipe) if recipe.is_delayed else None
     steps = jnp.arange(len(factors), dtype=jnp.float32)

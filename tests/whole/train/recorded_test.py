@@ -53,9 +53,9 @@ def test_a_run_over_eight_devices_says_so_and_learns_in_fp8(recorded):
 
 
 @pytest.mark.parametrize("name", ["fp8", "mesh"])
-@pytest.mark.parametrize("changed", [{"steps_per_call": 2}, {"look_every": 3}], ids=str)
+@pytest.mark.parametrize("steps, look_every", [(2, 64), (None, 3)])
 def test_steps_by_one_call_and_looks_change_no_bit(
-    recorded, tmp_path, monkeypatch, name, changed
+    recorded, tmp_path, monkeypatch, name, steps, look_every
 ):
     whole, taken, plain = recorded(name), [], Run.train_step
 
@@ -64,9 +64,11 @@ def test_steps_by_one_call_and_looks_change_no_bit(
         return plain(self, steps=steps, **how)
 
     monkeypatch.setattr(Run, "train_step", spy)
+    monkeypatch.setattr("loka_jax.train.config.LOOK_EVERY", look_every)
     config = whole.config
     run = dataclasses.replace(config.run, workdir=tmp_path)
-    loop = dataclasses.replace(config.loop, **changed)
+    count = steps or config.loop.steps_per_call
+    loop = dataclasses.replace(config.loop, steps_per_call=count)
     config = dataclasses.replace(config, loop=loop, run=run)
     assert train(config)[0] == 0
     most = config.loop.steps_per_call

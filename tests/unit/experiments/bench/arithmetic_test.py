@@ -49,7 +49,7 @@ def test_step_split_divides_the_first_arms_time_by_each(timed, tmp_path):
 
 def test_looks_cost_what_they_add_to_the_steps_between(timed):
     state = dataclasses.make_dataclass("State", ["probe", "step"])(1, 2)
-    config = SimpleNamespace(loop=SimpleNamespace(look_every=20))
+    config = SimpleNamespace(probe=SimpleNamespace(look_every=20))
     run = SimpleNamespace(step=None, train_step=nothing, config=config)
     timed(
         looks,

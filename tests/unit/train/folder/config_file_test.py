@@ -21,10 +21,10 @@ def test_every_configuration_is_read_back(name):
 
 
 def test_what_is_not_there_has_its_default(values):
-    del values["loop"]["look_every"], values["dispatch"]
+    del values["loop"]["log_every"], values["dispatch"]
     values["optim"]["lr"] = 1  # an integer is a number, too
     config = from_json(values, "x")
-    assert config.loop.look_every == 64 and repr(config.optim.lr) == "1.0"
+    assert config.loop.log_every == 64 and repr(config.optim.lr) == "1.0"
     assert config.dispatch == tiny("fp8_dlrm").dispatch
     del values["name"]
     for wrong, sentence in ((values, r"it .* required field name\)"), ([], "")):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from loka_jax.data import Position
-from loka_jax.dispatch.drift import SiteDrift, Watch
+from loka_jax.dispatch.drift import SiteDrift
 from loka_jax.optim import Plateau
 from loka_jax.train.watch import host_state
 from loka_jax.train.watch.guard import Diverged, Guard
@@ -59,8 +59,10 @@ def test_progress_comes_back_from_json_as_it_was():
     full = dataclasses.replace(
         FAILED,
         plateau=Plateau(lr_scale=0.5, best=0.9, stalls=2),
-        drift=Watch(sites={"a": SiteDrift(looks=3, usual=[[1.0, None]], home=2)}),
-        planned={"a": {"choice": "xla bf16"}},
+        drift={
+            "a": SiteDrift(looks=3, usual=[[1.0, None]], home=2),
+            "b": SiteDrift(left={"choice": "xla bf16", "error": None, "speedup": 2}),
+        },
         unsafe=("b",),
         broken=("c",),
         replanned=5,
@@ -68,11 +70,11 @@ def test_progress_comes_back_from_json_as_it_was():
         scale_watch=ScaleWatch(warnings=("w",), known=("k",), skipped=1, reads=2),
         days=({"day": 1},),
     )
-    assert Progress.from_json(json.loads(json.dumps(full.to_json()))) == full
+    assert Progress.from_json(json.loads(json.dumps(dataclasses.asdict(full)))) == full
 
 
 def test_progress_of_another_version_is_refused():
-    saved = SAVED.to_json()
+    saved = dataclasses.asdict(SAVED)
     missing = {k: v for k, v in saved.items() if k != "unsafe"}
     for other in (saved | {"position": None}, saved | {"other": 1}, missing):
         with pytest.raises(ValueError, match="no progress of this version .*use the v"):

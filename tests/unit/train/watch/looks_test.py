@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from loka_jax.data import Batch, Position
-from loka_jax.dispatch.drift import SiteDrift, Watch
+from loka_jax.dispatch.drift import SiteDrift
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.nn import Site
 from loka_jax.ops.plan import resolve
-from loka_jax.probe.capture import Capture
+from loka_jax.probe.site import Capture
 from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice, SiteSpec
 from loka_jax.train.watch import looks
@@ -88,9 +88,9 @@ def test_sites_in_fp8_are_looked_at_and_those_that_left_it_as_they_were():
         return tuple(sites.values())
 
     run = SimpleNamespace(plan=DispatchPlan(), list_sites=list_sites)
-    drift = Watch(sites={"away": SiteDrift(away=True), "here": SiteDrift()})
-    planned = {"away": {"choice": "xla fp8_rowwise"}}
-    found = watched(run, dataclasses.replace(PROGRESS, drift=drift, planned=planned))
+    left = {"choice": "xla fp8_rowwise"}
+    drift = {"away": SiteDrift(left=left), "here": SiteDrift()}
+    found = watched(run, dataclasses.replace(PROGRESS, drift=drift))
     assert asked == [({"away": Choice.parse("xla fp8_rowwise")}, True)]
     assert found.keys() == {"kernel", "plain"}
     recipe = get_recipe(DELAYED)
@@ -114,17 +114,16 @@ def observing(monkeypatch):
 
     def observe(state, part, total_weight):
         errors = SimpleNamespace(relative_l2=(1.0, 2.0))
-        seen = SimpleNamespace(errors=errors, rows=len(part.dense), of=total_weight)
-        return dict.fromkeys(SITES, seen)
+        operands = SimpleNamespace(rows=len(part.dense), of=total_weight)
+        return dict.fromkeys(SITES, SimpleNamespace(errors=errors, operands=operands))
 
-    def health(sample, error, recipe, scales, *, fp8_results, limits):
-        numbers = error, sample.rows, sample.of, getattr(scales, "seen", 0.0)
+    def health(operands, error, recipe, *, fp8_results, limits):
+        numbers = error, operands.rows, operands.of
         numbers = *numbers, float(recipe == RECIPE), len(fp8_results)
-        return [jnp.broadcast_to(jnp.float32(x), 3) for x in numbers]
+        return jnp.stack([jnp.broadcast_to(jnp.float32(x), 3) for x in numbers], 1)
 
     make_observe_step = mock.Mock(return_value=observe)
-    by_path = lambda state: {k: SimpleNamespace(seen=x) for k, x in state.items()}  # noqa: E731
-    parts = dict(health=health, by_path=lambda seen: seen, named_sites=by_path)
+    parts = dict(health=health, by_path=lambda seen: seen)
     for name, part in (parts | {"make_observe_step": make_observe_step}).items():
         monkeypatch.setattr(looks, name, part)
     return make_observe_step
@@ -145,11 +144,13 @@ def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
     look = looks.look_step(run, SITES)
     ones = np.ones(24, np.float32)
     batch = Batch(ones[:, None], np.zeros((24, 1), np.int32), ones, 0.5 * ones)
-    # Sites without scales, as they run in bfloat16, have those of a first step.
-    found = look({"b": np.float32(3.0)}, batch)
-    of_sites = {"a": (1, 0, 0, 0), "b": (2, 3, 1, 2), "c": (2, 0, 1, 0)}
-    for path, (error, *scales_and_casts) in of_sites.items():
-        want = [error, rows, 12.0, *scales_and_casts]
+    found = look({}, batch)
+    for path, (error, *casts) in {
+        "a": (1, 0, 0),
+        "b": (2, 1, 2),
+        "c": (2, 1, 0),
+    }.items():
+        want = [error, rows, 12.0, *casts]
         np.testing.assert_allclose(found[path], [want] * 3)
     model, placement, observer, weights = observing.call_args.args
     given = run.planned, run.placement, run.config.optim.task_weights

@@ -10,7 +10,7 @@ import pytest
 
 from loka_jax import triton
 from loka_jax.data import Position
-from loka_jax.dispatch.drift import HOME_LOOKS, LOOKS, SiteDrift, Watch
+from loka_jax.dispatch.drift import HOME_LOOKS, LOOKS, SiteDrift
 from loka_jax.dispatch.plan import as_json
 from loka_jax.dispatch.policy import Decision, Limits
 from loka_jax.probe import live_errors
@@ -50,36 +50,38 @@ def crossed():
 def after_drift(run, progress, **sites):
     """Returns what follows looks at sites of the cross network, by their names."""
     looks = {path: SiteDrift(looks=9) for path in (*CROSS, "deep_mlp/dense_0")}
-    looks |= progress.drift.sites
+    looks |= progress.drift
     for name, changes in sites.items():
         looks[f"cross/{name}"] = dataclasses.replace(looks[f"cross/{name}"], **changes)
-    progress = dataclasses.replace(progress, drift=Watch(sites=looks))
-    return replan.after_drift(run, {}, progress)
+    return replan.review(run, {}, dataclasses.replace(progress, drift=looks))
+
+
+def away(progress):
+    return {path: x.left for path, x in progress.drift.items() if x.left is not None}
 
 
 def test_a_cross_network_leaves_fp8_and_returns_as_a_whole(crossed):
     assert after_drift(crossed, progress_of(), u_1=dict(off=LOOKS - 1)) is None
     grown = dict(off=LOOKS, why="it grew")
-    change, progress = after_drift(crossed, progress_of(), u_1=grown)
-    choices = dict(change.plan.choices)
-    assert choices == dict.fromkeys(CROSS, BF16)
-    first, second = change.said
+    plan, (first, second), progress = after_drift(crossed, progress_of(), u_1=grown)
+    assert dict(plan.choices) == dict.fromkeys(CROSS, BF16)
     assert first == "step 80: cross/u_1 runs in bfloat16 now: it grew."
     assert "cross/u_0 runs in bfloat16 now: cross/u_1 has drifted, and" in second
-    assert {x["choice"] for x in progress.planned.values()} == {DELAYED}
-    assert set(progress.planned) == set(progress.drift.away) == set(CROSS)
-    demoted = crossed.replanned(change.plan)
+    assert {path: x["choice"] for path, x in away(progress).items()} == dict.fromkeys(
+        CROSS, DELAYED
+    )
+    demoted = crossed.replanned(plan)
     # What is in bfloat16 already has nothing to leave.
-    away = dict(off=LOOKS, away=False)
-    assert after_drift(demoted, progress, u_0=away, u_1=away) is None
+    off = dict(off=LOOKS, left=None)
+    assert after_drift(demoted, progress, u_0=off, u_1=off) is None
     # The one that had to follow is home first, and waits for the other.
     home = dict(home=HOME_LOOKS)
     assert after_drift(demoted, progress, u_0=home) is None
-    change, progress = after_drift(demoted, progress, u_0=home, u_1=home)
-    choices = dict(change.plan.choices)
-    assert all(choices[path].name == DELAYED for path in CROSS)
-    assert not progress.drift.away
-    assert f"step 80: {CROSS[0]} runs by {DELAYED} again: its" in change.said[0]
+    plan, said, progress = after_drift(demoted, progress, u_0=home, u_1=home)
+    assert all(dict(plan.choices)[path].name == DELAYED for path in CROSS)
+    assert not away(progress)
+    expected = f"step 80: {CROSS[0]} runs by {DELAYED} now: its operands are back."
+    assert expected in said
 
 
 def test_a_new_plan_keeps_the_scales_that_there_are_and_begins_others():
@@ -101,10 +103,10 @@ def test_kernels_that_do_not_compile_are_left_to_xla(crossed):
     full = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
     assert replan.after_failure(run, progress_of(), full) is None
     error = RuntimeError("no\nregisters")
-    change, progress = replan.after_failure(run, progress_of(broken=("x",)), error)
+    change = replan.after_failure(run, progress_of(broken=("x",)), error)
     choices = dict(change.plan.choices)
     assert (choices[CROSS[0]], choices[CROSS[1]]) == (BF16, ROW)
-    assert progress.broken == ("x", CROSS[0])
+    assert change.progress.broken == ("x", CROSS[0])
     assert "its step did not compile (RuntimeError: no reg" in change.said[0]
 
 
@@ -128,10 +130,11 @@ def run(tmp_path_factory):
 
 def seen(steps=9.0, **errors):
     """Returns statistics of Probe with these mean errors of all products, by path."""
-    probe, shape = {}, live_errors.empty_errors(1).moments.shape
+    probe, shape = {}, live_errors.empty_errors(1).sums.shape
     for path, value in errors.items():
-        moments = np.broadcast_to([steps, steps, value, 0.0], shape)
-        stats = SiteStats(None, None, None, live_errors.LiveErrors(steps, moments))
+        sums = np.array([steps, steps, steps * value, steps * value**2])
+        errors = live_errors.LiveErrors(steps, np.broadcast_to(sums, shape))
+        stats = SiteStats(None, None, None, errors)
         group, name = path.split("/")
         probe.setdefault(group, {})[name] = {"stats": stats}
     return probe
@@ -142,56 +145,56 @@ GOOD = {path: 0.03 for path in SITES}
 
 def promoted(run, progress=None):
     """Returns the run after a review of good errors, and its progress."""
-    change, progress = replan.after_review(run, seen(**GOOD), progress or progress_of())
-    return run.replanned(change.plan), progress
+    change = replan.review(run, seen(**GOOD), progress or progress_of())
+    return run.replanned(change.plan), change.progress
 
 
 def test_sites_enter_fp8_and_one_that_leaves_it_is_remembered_and_looked_at_anew(run):
     now, progress = promoted(run)
     assert [dict(now.plan.choices)[path] for path in SITES] == [ROW] * 2
-    assert replan.after_review(now, seen(**GOOD), progress) is None
-    assert replan.after_review(run, seen(2.0, **GOOD), progress_of()) is None  # too few
-    watch = Watch(sites={path: SiteDrift(looks=9) for path in SITES})
-    before = progress_of(drift=watch, unsafe=("x",))
-    change, progress = replan.after_review(now, seen(**{TOP: 0.12}), before)
-    assert dict(change.plan.choices) == {**dict(now.plan.choices), TOP: BF16}
-    (said,) = change.said
+    assert replan.review(now, seen(**GOOD), progress) is None
+    assert replan.review(run, seen(2.0, **GOOD), progress_of()) is None  # too few
+    drift = {path: SiteDrift(looks=9) for path in SITES}
+    before = progress_of(drift=drift, unsafe=("x",))
+    plan, (said,), progress = replan.review(now, seen(**{TOP: 0.12}), before)
+    assert dict(plan.choices) == {**dict(now.plan.choices), TOP: BF16}
     assert f"step 80: {TOP} runs in bfloat16 now: the live error of its" in said
-    assert progress.unsafe == ("x", TOP) and list(progress.drift.sites) == [BOTTOM]
+    assert progress.unsafe == ("x", TOP) and list(progress.drift) == [BOTTOM]
     # 0.1 is within 0.111, but not within three quarters of it.
-    again, now = seen(**{TOP: 0.1}), now.replanned(change.plan)
-    assert replan.after_review(now, again, progress) is None
-    assert replan.after_review(now, again, progress_of()) is not None
-    assert replan.after_review(now, seen(**GOOD), progress) is not None
+    again, now = seen(**{TOP: 0.1}), now.replanned(plan)
+    assert replan.review(now, again, progress) is None
+    assert replan.review(now, again, progress_of()) is not None
+    assert replan.review(now, seen(**GOOD), progress) is not None
 
 
-def test_a_site_that_left_fp8_for_another_reason_is_not_promoted(run):
-    drift = Watch(sites={TOP: SiteDrift(away=True, demotions=1)})
+@pytest.fixture
+def by_row(run):
+    """The decision on the upper site in FP8, as JSON values."""
+    return as_json(promoted(run)[0].plan)[TOP]
+
+
+def test_a_site_that_left_fp8_for_another_reason_is_not_promoted(run, by_row):
+    drift = {TOP: SiteDrift(left=by_row, demotions=1)}
     for reason in ({"drift": drift}, {"broken": (TOP,)}):
         choices = dict(promoted(run, progress_of(**reason))[0].plan.choices)
         assert choices[BOTTOM] == ROW and choices[TOP] == BF16
 
 
 @pytest.mark.parametrize("error, returns", [(0.03, True), (0.1, False), (None, True)])
-def test_a_site_returns_from_drift_once_its_live_errors_are_low(run, error, returns):
-    now, _ = promoted(run)
-    back = Watch(sites={TOP: SiteDrift(away=True, demotions=1, home=9)})
-    progress = progress_of(drift=back, planned={TOP: as_json(now.plan)[TOP]})
-    probe = {} if error is None else seen(**{TOP: error})
-    found = replan.after_drift(run, probe, progress)
+def test_a_site_returns_from_drift_once_its_live_errors_are_low(
+    run, by_row, error, returns
+):
+    back = progress_of(drift={TOP: SiteDrift(left=by_row, demotions=1, home=9)})
+    found = replan.review(run, {} if error is None else seen(**{TOP: error}), back)
     assert (found is not None) is returns
     if returns:
-        choices = dict(found[0].plan.choices)
+        choices = dict(found.plan.choices)
         assert (choices[TOP], choices[BOTTOM]) == (ROW, BF16)
 
 
-def test_one_review_follows_the_looks_and_then_the_live_errors(run):
-    now, _ = promoted(run)
-    assert replan.review(now, seen(**GOOD), progress_of()) is None
-    back = Watch(sites={TOP: SiteDrift(away=True, demotions=1, home=9)})
-    progress = progress_of(drift=back, planned={TOP: as_json(now.plan)[TOP]})
-    change, progress = replan.review(run, seen(**GOOD), progress)
-    assert [dict(change.plan.choices)[path] for path in SITES] == [ROW] * 2
-    returned, entered = change.said
-    assert f"{TOP} runs by {ROW.name} again" in returned
-    assert f"{BOTTOM} runs by {ROW.name} now" in entered and not progress.drift.away
+def test_one_review_follows_the_looks_and_then_the_live_errors(run, by_row):
+    back = progress_of(drift={TOP: SiteDrift(left=by_row, demotions=1, home=9)})
+    plan, (returned, entered), progress = replan.review(run, seen(**GOOD), back)
+    assert [dict(plan.choices)[path] for path in SITES] == [ROW] * 2
+    assert f"{TOP} runs by {ROW.name} now: its operands are back" in returned
+    assert f"{BOTTOM} runs by {ROW.name} now" in entered and not away(progress)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from loka_jax import jsonfile
 from loka_jax.data import Batch, Position, Schema
 from loka_jax.recipe import get_recipe
 from loka_jax.scaling import init_delayed, smallest_ratio, update_delayed
@@ -67,7 +68,7 @@ def warned(*looks, data=None):
     watch = ScaleWatch()
     for one in looks:
         saved = json.loads(json.dumps(dataclasses.asdict(watch)))
-        watch = ScaleWatch.from_json(saved)  # as a resumed run
+        watch = jsonfile.typed(saved, ScaleWatch)  # as a resumed run
         watch = watch.after(one, data or Data({}), SIZE)
     return watch.warnings
 

@@ -1,18 +1,16 @@
 """What a recipe's casts do to products and operands, and how large these are."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 
-from loka_jax import scaling
-from loka_jax.dispatch import operand_health
-from loka_jax.dispatch.operand_health import Health
+from loka_jax.dispatch import drift
+from loka_jax.dispatch.drift import RULES
 from loka_jax.dispatch.policy import Limits
-from loka_jax.probe.capture import Sample
-from loka_jax.probe.live_errors import empty_errors
+from loka_jax.probe.live_errors import operands_of
 from loka_jax.recipe import OPERANDS, get_recipe
-from loka_jax.scaling import DelayedScaling
 from tests.support.nn import factor_of
 
 M, K, N = 128, 32, 64
@@ -31,22 +29,19 @@ def operands(lhs=None, rhs=None, g=None):
 
 
 @functools.partial(jax.jit, static_argnames=("name", "how"))
-def _health(arrays, amaxes, errors, table, name, how):
-    state = None if table is None else DelayedScaling(table)
-    sample = Sample(*arrays, amaxes, empty_errors(0))
-    return operand_health.health(sample, errors, get_recipe(name), state, **dict(how))
+def _health(arrays, scales, errors, name, how):
+    operands = operands_of(*arrays, scales)
+    return drift.health(operands, errors, get_recipe(name), **dict(how))
 
 
 def healths(name, arrays, *, stored=None, errors=(0.0, 0.0, 0.0), **how):
     """Returns the health by operand, after steps with `stored` amaxes if delayed."""
-    recipe, table = get_recipe(name), None
+    scales = np.zeros(3, np.float32)
     if stored is not None:
-        table = scaling.stored(np.float32(factor_of(stored)), recipe).table
-    amaxes = np.float32([np.abs(x).max() for x in arrays])
-    options = tuple(how.items())
-    found = _health(arrays, amaxes, np.float32(errors), table, name, options)
-    by_operand = np.stack(found, axis=1)
-    return {name: Health(*by_operand[i]) for i, name in enumerate(OPERANDS)}
+        scales = np.float32(factor_of(stored))
+    found = _health(arrays, tuple(scales), np.float32(errors), name, tuple(how.items()))
+    rows = [SimpleNamespace(**dict(zip(RULES, x, strict=True))) for x in found]
+    return dict(zip(OPERANDS, rows, strict=True))
 
 
 def test_the_size_is_the_squared_mean_of_roots():
@@ -115,6 +110,6 @@ def test_what_has_no_cast_or_only_zeros_has_no_measures():
     found = healths("fp8_tensorwise", operands(lhs=np.zeros((M, K))))["lhs"]
     assert np.isnan([found.level, found.peak]).all() and found.flushed == 0
     found = healths("fp8_rowwise/bf16/bf16", operands(), fp8_results=("dlhs",))
-    is_nan = np.isnan(list(found.values()))
+    is_nan = np.isnan([list(vars(x).values()) for x in found.values()])
     np.testing.assert_array_equal(is_nan[:, 0], [False, True, True])  # dlhs and drhs
     np.testing.assert_array_equal(is_nan[:, 1:], [[False] * 3] * 2 + [[True] * 3])  # g
