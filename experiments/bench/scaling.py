@@ -43,8 +43,6 @@ from loka_jax.train.folder.record import versions
 from loka_jax.train.mesh.placement import MeshPlacement
 from loka_jax.train.processes.group import Processes, leave, start
 from loka_jax.train.state import TrainState
-from loka_jax.train.planner.mesh_plan import Estimate, Mesh, Rates, estimate
-from loka_jax.train.planner.workload import workload_of
 
 _FIRST = Position(0, 0, 0)
 _ROUNDS = 7  # that are timed, after one more

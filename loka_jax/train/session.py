@@ -16,7 +16,6 @@ from rich.console import Console
 from loka_jax import jsonfile
 from loka_jax.commands import as_commands
 from loka_jax.data import Position
-from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.plan import as_json
 from loka_jax.report.run_page import write_run_page
 from loka_jax.saved_format import CHECKPOINTS
