@@ -143,7 +143,8 @@ def _dense_runs(group: Group, known: Mapping[str, Known]) -> Iterator[list[Known
     """Yields dense layers in a row that bfloat16 runs as one operation."""
     run: list[Known] = []
     for layer in group.layers:
-        site = known.get(layer.member.path) if _has_product(layer) else None
+        member = layer.member if isinstance(layer, Dense) else None
+        site = None if member is None else known.get(member.path)
         if site is not None and site.joins(BF16):
             if run and not group.follows(site.path):
                 yield from _if_wide(run)
@@ -153,10 +154,6 @@ def _dense_runs(group: Group, known: Mapping[str, Known]) -> Iterator[list[Known
             yield from _if_wide(run)
             run = []
     yield from _if_wide(run)
-
-
-def _has_product(layer: Dense | Cross) -> bool:
-    return isinstance(layer, Dense) and layer.member is not None
 
 
 def _if_wide(run: list[Known]) -> list[list[Known]]:
@@ -217,7 +214,7 @@ def _refused(deciding: Deciding, x: Known, choice: Choice) -> str | None:
     """Returns a faster choice of a layer, and which limit on errors it breaks."""
     limit = deciding.dense_us(x, choice)
     times = {c: deciding.dense_us(x, c) for c in _measured(x) if x.joins(c)}
-    for faster in sorted((c for c in times if times[c] < limit), key=times.get):
+    for faster in sorted((c for c in times if times[c] < limit), key=times.__getitem__):
         reason = why_inaccurate(faster, x.entry, deciding.limits, x.terms)
         if reason is not None:
             return f"{faster.name}: {reason}"

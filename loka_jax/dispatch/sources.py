@@ -16,6 +16,7 @@ import pathlib
 # settings, the casts, and what makes a site's program of them.
 OF_SITES = (
     "fp8.py",
+    "mapped.py",
     "maxima.py",
     "normed.py",
     "scaling.py",

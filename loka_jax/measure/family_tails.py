@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from loka_jax import xla
 from loka_jax.fp8 import E4M3, E5M2
@@ -22,7 +23,7 @@ from loka_jax.measure.check_families import (
     vector,
 )
 from loka_jax.normed import NO_VECTORS, Epilogue, NormVectors
-from loka_jax.tails import Forms, Scaled
+from loka_jax.tails import Dropout, Forms, Scaled
 from loka_jax.triton import tails
 
 # Both layouts, the amax, and zeros around: all that a tail may write.
@@ -47,19 +48,21 @@ def _norm_tails_of(epilogue: Epilogue) -> list[Case]:
         vectors = NormVectors(bias, gamma, beta)
     elif epilogue.norm == "rms":
         vectors = NO_VECTORS
+    words = jnp.asarray(np.array([0x12345678, 0x9ABCDEF0], np.uint32))
+    dropout = Dropout(words, 0.25) if epilogue.norm == "none" else None
     forward = dict(epilogue=epilogue, want=_FORWARD)
     backward = dict(epilogue=epilogue, want=_BACKWARD)
 
     def draw():
-        r = uneven(*SHAPE, seed=1)
-        return product(0), r, vectors, scale_in_vector()
+        r = Scaled(jnp.asarray(uneven(*SHAPE, seed=1)))
+        return [product(0), r], vectors, dropout, scale_in_vector()
 
     def draw_backward():
-        z, r, vectors, scale = draw()
+        *operands, scale = draw()
         run = functools.partial(xla.norm_tail, y_scale_inv=scale, **forward)
-        residuals = jax.jit(run)(z, r, vectors).residuals
-        d = Scaled(jnp.asarray(normal(*SHAPE, seed=4, dtype=BF16)))
-        return d, normal(*SHAPE, seed=5, dtype=BF16), residuals, vectors, scale
+        residuals = jax.jit(run)(*operands).residuals
+        d = [Scaled(jnp.asarray(normal(*SHAPE, seed=i, dtype=BF16))) for i in (4, 5)]
+        return d, residuals, vectors, dropout, scale
 
     def run(provider, *operands):
         *operands, scale = operands
@@ -90,7 +93,7 @@ def cross_tails() -> list[Case]:
     def behind_a_head():
         return [outer(20), product(0)], in_fp8(9), {}, scale_in_vector()
 
-    forward = functools.partial(run, want=_FORWARD, keep_s=True)
+    forward = functools.partial(run, want=_FORWARD)
     backward = functools.partial(run, want=_BACKWARD, has_row_sum=True)
     before_a_head = functools.partial(run, want=Forms(bf16=False, shape=SHAPE))
     of_vectors = dict(bias=vector(4), head=vector(5))
@@ -108,12 +111,11 @@ def _cross_gradients() -> list[Case]:
     parts = tuple(jax.ShapeDtypeStruct((m, x), BF16) for x in (first, n - first - 5))
 
     def draw():
-        gradients, products = [in_fp8(i) for i in range(3)], [in_fp8(11), in_fp8(12)]
-        return gradients, products, [None, vector(21)], product(30)
+        gradients = [[in_fp8(0), product(30)], [in_fp8(1)], [in_fp8(2)]]
+        return gradients, [in_fp8(11), in_fp8(12)], [None, vector(21)]
 
     def draw_head():
-        gradients, products = [product(0), outer(40)], [product(11)]
-        return gradients, products, [None], None, product(50)
+        return [[product(0)], [outer(40)]], [product(11)], [None], product(50)
 
     def run(provider, *operands):
         return provider.cross_gradient(*operands, parts=parts, shape=SHAPE)

@@ -187,8 +187,9 @@ class Head(Dense):
                 is given, and its second part.
         """
         if run is None:
+            assert not isinstance(inputs, Group)
             return super().__call__(inputs)
-        assert isinstance(inputs, Group)
+        assert isinstance(inputs, Group) and inputs.head is not None
         m, k, n = inputs.rows, *map(inputs.columns, (inputs.head, *inputs.outputs))
         plan = planned(self, SiteSpec(m=m, k=k + n, n=1))
         announce(self, plan)

@@ -240,8 +240,10 @@ class Mlp(linen.Module):
                 name=f"dense_{i}",
             )(x)
             if not is_linear:
-                options = dict(train=train, use_bias=self.use_bias, name=f"norm_{i}")
-                x = activation(self.activation)(normalize(x, "batch", **options))
+                x = normalize(
+                    x, "batch", train=train, use_bias=self.use_bias, name=f"norm_{i}"
+                )
+                x = activation(self.activation)(x)
             if train and self.dropout_rate > 0:
                 x = linen.Dropout(self.dropout_rate, deterministic=False)(x)
         return x

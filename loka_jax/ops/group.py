@@ -295,7 +295,7 @@ class _Read(NamedTuple):
 def _reads(run: _Run, sites, value: int, *, keep: bool) -> _Read:
     """Returns how a value is read."""
     group = run.group
-    reading = [
+    reading: list[GroupSite] = [
         own[0][0]
         for layer, own in zip(group.layers, sites, strict=True)
         if layer.reads == value and own
@@ -430,8 +430,9 @@ class _DenseStep(NamedTuple):
             handed = None
             if not keep and residual is None and self._may_hand_on:
                 has_relu = self.layer.norm == _RELU
-                options = dict(bias=arrays.bias, has_relu=has_relu)
-                handed = site.hand_on(x, rhs, want, scale_inv, **options)
+                handed = site.hand_on(
+                    x, rhs, want, scale_inv, arrays.bias, has_relu=has_relu
+                )
             if handed is not None:
                 return handed, _KeptDense(None, None, None)
             z = site.multiply("fwd", x, rhs)

@@ -104,8 +104,7 @@ def propagate(
         if i + 1 < len(sites):
             forms = sites[i + 1][0].forms("lhs", keep=keep)
             scale = sites[i + 1][0].scale_inv("lhs", forms)
-            options = dict(want=forms, y_scale_inv=scale)
-            x = tails.cross_tail(all_z, x0, bias, **options).y
+            x = tails.cross_tail(all_z, x0, bias, want=forms, y_scale_inv=scale).y
     out = tails.cross_tail(all_z, x0, bias, head, want=want, y_scale_inv=scale_inv)
     return out, KeptCross(x0, tuple(all_lhs), tuple(all_rhs), tuple(all_z))
 
@@ -170,7 +169,7 @@ def pull_back(
     kept: KeptCross,
     layers: Sequence[LayerArrays],
     d: list[Scaled | Outer],
-    others: list[Scaled],
+    others: list[Scaled | Outer],
     parts: Sequence[jax.ShapeDtypeStruct],
 ) -> CrossPulled:
     """Returns the gradients of x0 and a head, and of the layers, and amaxes.

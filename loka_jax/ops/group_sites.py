@@ -281,7 +281,8 @@ def _joint_states(
     """Yields the states of sites, without those that have none."""
     alike: dict[object, list[int]] = {}
     for i, (plan, state) in enumerate(zip(plans, states, strict=True)):
-        if read_state(plan.choice.recipe, state) is not None:
+        state = read_state(plan.choice.recipe, state)
+        if state is not None:
             # Not with states that vary over other axes of a mesh.
             axes = jax.typeof(state.table).mat.varying
             alike.setdefault((plan.choice.recipe, axes), []).append(i)

@@ -126,7 +126,7 @@ def losses(
     choices: Mapping[str, Choice],
 ) -> Losses:
     """Returns the losses of all weighted examples in bfloat16, but for some sites."""
-    model = run.model.clone(recipe="bf16")
+    model = run.config.model.clone(recipe="bf16")
 
     @jax.jit
     def step(state: TrainState, batch: Batch) -> tuple[Array, Array]:

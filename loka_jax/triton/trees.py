@@ -55,7 +55,7 @@ def launch_tree(
     numbers = {i: x for i, x in enumerate(arguments) if isinstance(x, int)}
 
     def run(*arrays: jax.Array):
-        operands = list(arrays)
+        operands: list[Any] = list(arrays)
         for i, number in numbers.items():
             operands.insert(i, number)
         return launch(

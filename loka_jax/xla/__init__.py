@@ -13,6 +13,7 @@ pack, sum_packed, unpack
                   vectors in 8 bits for the wire
 """
 
+from loka_jax.xla import tails
 from loka_jax.xla.dense_norm import (
     ACTIVATIONS,
     dense_norm,
@@ -57,6 +58,7 @@ __all__ = [
     "norm_tail_backward",
     "pack",
     "sum_packed",
+    "tails",
     "unpack",
     "why_not",
 ]

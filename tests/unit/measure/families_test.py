@@ -17,11 +17,9 @@ from loka_jax.measure.checking import NO_MEMORY
 from loka_jax.measure.families import BY_SITE, FAMILIES
 
 PACKAGE = pathlib.Path(loka_jax.__file__).parent
-LAUNCHES = re.compile(r"(.+\.)?(launch|_launch|triton_call)|plgpu\.kernel|tail\.run")
-PLUMBING = {
-    "triton.launch.launch",
-    "triton.trees.launch_tree",
-}  # they are given a kernel
+LAUNCHES = re.compile(r"(.+\.)?(launch|_launch|triton_call)|plgpu\.kernel|_Run\.of")
+# They are given a kernel.
+PLUMBING = {"triton.launch.launch", "triton.trees.launch_tree"}
 
 
 def _entries(path):
@@ -100,7 +98,7 @@ exponents = lambda x: np.append(x[:, :-24], x[:, -24:] + np.uint8(1), axis=1)  #
 TILE = slice(64, 128), slice(64)
 FAULTS = [
     ("last row skipped", "norm_tail", 0, writes(".bf16", put(198, 0))),
-    ("tile of zeros", "norm_tail", 0, writes(".data_t", put(TILE, 0))),
+    ("tile of zeros", "norm_tail", 0, writes(".fp8_t", put(TILE, 0))),
     ("bias forgotten", "norm_tail", 0, reads(".bias", times(0))),
     ("scale off by 2", "norm_tail", 4, reads("[3].vector", times(2))),
     ("maximum too small", "norm_tail", 0, writes(".amaxes", times(0.5))),

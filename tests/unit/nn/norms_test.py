@@ -89,7 +89,7 @@ def test_batch_norm_keeps_running_moments_for_evaluation():
         (nn.Mlp((32,)), "input_norm", "none, rms"),
         (nn.NormDense(32), "norm", "none, layer, rms, block"),
         (nn.NormDense(32), "out", "compute, fp8, both"),
-        (nn.CrossNet(32), "implementation", "xla, None"),
+        (nn.CrossNet(32), "implementation", "xla, group, None"),
     ],
     ids=range(7),
 )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from loka_jax.group import Cross, Group, Member
 from loka_jax.data import Batch, Position
 from loka_jax.dispatch.drift import SiteDrift
 from loka_jax.dispatch.plan import DispatchPlan
@@ -75,10 +76,23 @@ def site_of(path, provider="xla", name=DELAYED, **options):
     return Site(path=path, plan=resolve(spec, choice, stand_ins.HOPPER), **options)
 
 
+# The first product of a layer of rank 48.
+_PLAIN, _OTHER = (
+    Member(path, SiteSpec(64, *size))
+    for path, size in (("plain", (32, 48)), ("other", (48, 32)))
+)
+CROSSED = Group(
+    rows=64,
+    inputs=((32,),),
+    layers=(Cross(reads=0, members=((_PLAIN, _OTHER),)),),
+    outputs=(1,),
+)
+
+
 def test_sites_in_fp8_are_looked_at_and_those_that_left_it_as_they_were():
     sites = {
         "kernel": site_of("kernel", "pallas"),
-        "plain": site_of("plain", fp8_results=("dlhs",)),
+        "plain": site_of("plain", "group", group=CROSSED),
         "bf16": site_of("bf16", name="bf16"),
     }
     asked = []
