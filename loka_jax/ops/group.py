@@ -316,10 +316,12 @@ def _reads(run: _Run, sites, value: int, *, keep: bool) -> _Read:
 
 def _enter(run: _Run, parts: tuple[Array, ...], read: _Read) -> Written:
     """Returns an input in the forms that are read."""
-    if len(parts) > 1:
-        options = dict(want=read.want, scale_inv=read.scale_inv)
-        return run.tails.joined_cast(*parts, **options)
-    x = Scaled(parts[0].astype(jnp.bfloat16))
+    first, *others = parts
+    if others:
+        return run.tails.joined_cast(
+            first, *others, want=read.want, scale_inv=read.scale_inv
+        )
+    x = Scaled(first.astype(jnp.bfloat16))
     return cast(run.tails, x, read.want, read.scale_inv)
 
 
