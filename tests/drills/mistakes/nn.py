@@ -92,8 +92,8 @@ MISTAKES = [
     Mistake(
         "dropout keeps as much as it should drop",
         f"{NN}/mlp.py",
-        "x = linen.Dropout(self.dropout_rate, deterministic=False)(out)",
-        "x = linen.Dropout(1 - self.dropout_rate, deterministic=False)(out)",
+        "out = linen.Dropout(self.dropout_rate, deterministic=False)(out)",
+        "out = linen.Dropout(1 - self.dropout_rate, deterministic=False)(out)",
         "unit/nn/mlp_test.py",
     ),
     Mistake(
