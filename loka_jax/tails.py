@@ -21,7 +21,7 @@ or the bound that a norm gives. The amax, for the next step's scale, is a by-pro
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 from flax import struct
@@ -212,6 +212,7 @@ class NormTailGradients(NamedTuple):
     vectors: NormVectors
 
 
+@runtime_checkable
 class Tails(Protocol):
     """What runs tails: `xla.tails` and `triton.tails`, where each is described."""
 

@@ -169,12 +169,9 @@ def on_gpu():
 
 
 @pytest.fixture(params=["interpreted", pytest.param("on_gpu", marks=pytest.mark.gpu)])
-def anywhere(request, monkeypatch):
+def anywhere(request):
     """Runs a test interpreted and on a GPU."""
     request.getfixturevalue(request.param)
-    if request.param == "interpreted":  # which takes no traced arrays
-        call = lambda kernel, *operands: kernel(*operands)  # noqa: E731
-        monkeypatch.setattr(mapped, "one_by_one", call)
 
 
 @dataclasses.dataclass
@@ -197,6 +194,9 @@ class _Tensor:
 @pytest.fixture
 def interpreted(monkeypatch):
     """Interprets kernels on the CPU: replaces `launch` in the provider's modules."""
+    # It takes no traced arrays.
+    call = lambda kernel, *operands: kernel(*operands)  # noqa: E731
+    monkeypatch.setattr(mapped, "one_by_one", call)
     tl = triton_module("language")
     standard = triton_module("language.standard")
     interpreter = triton_module("runtime.interpreter")
