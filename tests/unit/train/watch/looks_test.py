@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax.group import Cross, Group, Member
 from loka_jax.data import Batch, Position
 from loka_jax.dispatch.drift import SiteDrift
 from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.group import Cross, Group, Member
 from loka_jax.nn import Site
 from loka_jax.ops.plan import resolve
 from loka_jax.probe.site import Capture
