@@ -274,13 +274,19 @@ def test_dropout_is_served_and_neither_probe_nor_few_rows(calls):
 
 
 @pytest.mark.parametrize(
-    "width, device, found", [(1024, HOPPER, [3]), (1008, HOPPER, []), (1024, None, [])]
+    "width, norm, device, found",
+    [
+        (1024, "block", HOPPER, [3]),
+        (1008, "block", HOPPER, []),
+        (1024, "block", None, []),
+        (1024, "layer", HOPPER, [1]),  # the linear end: other tails are not tuned
+    ],
 )
 def test_wide_layers_run_as_one_operation_where_kernels_of_tails_do(
-    width, device, found, calls, monkeypatch
+    width, norm, device, found, calls, monkeypatch
 ):
     monkeypatch.setattr(groups.triton, "why_not_installed", lambda: None)
-    mlp = SET.clone(implementation=None, features=(width, 64, 32))
+    mlp = SET.clone(implementation=None, norm=norm, features=(width, 64, 32))
     with nn.site_context(device=device):
         assert count_calls(calls, mlp) == found
 
