@@ -72,7 +72,7 @@ MISTAKES = [
         f"{TRAIN}/tables/stacks.py",
         "return jnp.concatenate(parts, axis=1)[:, places]",
         "return jnp.concatenate(parts, axis=1)",
-        "unit/train/tables/stacks_test.py",
+        "whole/train/tables/stacks_test.py",
     ),
     Mistake(
         "the warm-up ends a window early",

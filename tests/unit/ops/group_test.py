@@ -23,7 +23,6 @@ from tests.support.tailed import BF16_DRHS, DELAYED, CrossedCase, Form
 RELU = Form("none", "relu", use_bias=True, m=47, widths=(95, 31, 63))
 NORMED = Form("layer", "swish", True, input_norm="rms", m=47, widths=(95, 31, 63))
 CASES = [
-    (NORMED, (DELAYED, DELAYED)),
     (NORMED._replace(dropout=0.25), (DELAYED, DELAYED)),
     (RELU._replace(ends_linear=True, dropout=0.5), (DELAYED, "bf16")),
     (RELU._replace(ends_linear=True), (f"bf16/{DELAYED}/{DELAYED}", DELAYED)),

@@ -2,15 +2,25 @@
 
 import dataclasses
 
+import chex
+import jax
 import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from loka_jax import jsonfile
+from loka_jax import jsonfile, nn
+from loka_jax.models import Mmoe
+from loka_jax.optim import Sgd
+from loka_jax.probe.site import Capture
+from loka_jax.train import tasks
 from loka_jax.train.config import RunOptions
+from loka_jax.train.placement import Placement
 from loka_jax.train.scores import read_scores
+from loka_jax.train.step import make_observe_step
+from tests.support import linear
 from tests.support.configs import tiny
+from tests.support.linear import SIZE, TABLES, make_batch
 from tests.support.train import lines, summary, train
 
 
@@ -53,3 +63,30 @@ def test_a_run_says_the_numbers_of_each_task(tmp_path):
     assert found["tasks"]["click"]["examples"] > found["tasks"]["buy"]["examples"]
     page = (workdir / "report.html").read_text()
     assert "AUC, buy" in page and "Calibration and columns, valid, buy" in page
+
+
+MODEL = Mmoe(
+    bottom_mlp=(), expert_mlp=(16,), tower_mlp=(16,), num_experts=2, recipe="f32"
+)
+
+
+def test_observed_gradients_are_as_large_as_the_step_has():
+    batch = make_batch(tasks=2)
+    batch.labels[0, 0] = batch.labels[9, 1] = np.nan
+    state = linear.make_state(MODEL, linear.sgd(), Sgd())
+
+    def gradients(task_weights, batch, total_weight=None):
+        observe = make_observe_step(MODEL, Placement(TABLES), Capture(), task_weights)
+        seen = nn.by_path(jax.jit(observe)(state, batch, total_weight))
+        return {path: sample.operands.g for path, sample in seen.items()}
+
+    equal = gradients((), batch)
+    assert all(np.any(g) for g in equal.values()) and len(equal) > 1
+    triple = {path: 3 * g for path, g in equal.items()}
+    # A sum over some 30 float32 numbers below 0.03 is right to 1e-7.
+    close = {"rtol": 1e-5, "atol": 1e-7}
+    chex.assert_trees_all_close(gradients((3.0, 3.0), batch), triple, **close)
+    total_weight = np.sum(tasks.labels_and_weights(batch)[1], axis=0)
+    half = jax.tree.map(lambda x: x[: SIZE // 2], batch)
+    rows = {path: g[: SIZE // 2] for path, g in equal.items()}
+    chex.assert_trees_all_close(gradients((), half, total_weight), rows, **close)
