@@ -13,7 +13,7 @@ from loka_jax.nn.context import current
 from loka_jax.normed import NormName
 from loka_jax.ops.device import local_device
 from loka_jax.ops.group import run_group, why_not
-from loka_jax.ops.group_cross import LayerArrays
+from loka_jax.ops.group_sites import LayerArrays
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.recipe import Recipe
 from loka_jax.site import Choice, Provider

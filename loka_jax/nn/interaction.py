@@ -33,7 +33,7 @@ from loka_jax.nn.group import (
 from loka_jax.nn.mlp import Mlp
 from loka_jax.nn.norms import check_choice
 from loka_jax.nn.sites import announce
-from loka_jax.ops.group_cross import LayerArrays
+from loka_jax.ops.group_sites import LayerArrays
 from loka_jax.ops.interaction import join_features, padded
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.run_site import SiteArrays

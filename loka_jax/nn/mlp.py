@@ -31,7 +31,7 @@ from loka_jax.nn.norms import (
     normalize,
 )
 from loka_jax.normed import Epilogue
-from loka_jax.ops.group_cross import LayerArrays
+from loka_jax.ops.group_sites import LayerArrays
 from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.ops.products import Activations
 from loka_jax.recipe import Recipe

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from loka_jax.ops.group_sites import GroupSite, cast
+from loka_jax.ops.group_sites import GroupSite, LayerArrays, cast, weight
 from loka_jax.tails import (
     CrossGradients,
     CrossTail,
@@ -38,22 +38,6 @@ from loka_jax.tails import (
 
 # A value for each product of each layer.
 type ByProduct[T] = tuple[tuple[T, ...], ...]
-
-
-class LayerArrays(NamedTuple):
-    """The parameters of a layer of a group; None for absent ones.
-
-    Attributes:
-        kernels: float32 `(W,)`, or `(V, U)` of shapes (n, rank) and (rank, n) of a
-            cross layer; () of a norm alone.
-        bias: float32 `[n]`, added before the norm.
-        gamma, beta: float32 `[n]`, of a "layer" or "rms" norm.
-    """
-
-    kernels: tuple[Float[Array, "k n"], ...] = ()
-    bias: Float[Array, "n"] | None = None
-    gamma: Float[Array, "n"] | None = None
-    beta: Float[Array, "n"] | None = None
 
 
 class KeptCross(NamedTuple):
@@ -141,12 +125,6 @@ def _products(
         operands.append(h)
     z = own[-1].multiply_to_fp8("fwd", operands[-1], weights[-1])
     return tuple(operands), weights, z
-
-
-def weight(tails: Tails, site: GroupSite, kernel: Array, *, keep: bool) -> Written:
-    """Returns the operand rhs from the float32 master weight."""
-    want = site.forms("rhs", keep=keep)
-    return cast(tails, Scaled(kernel), want, site.scale_inv("rhs", want))
 
 
 class CrossPulled(NamedTuple):

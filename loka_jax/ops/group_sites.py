@@ -65,6 +65,22 @@ def tails_of(implementation: triton.Implementation) -> Tails:
     return xla.tails if implementation == "xla" else tails
 
 
+class LayerArrays(NamedTuple):
+    """The parameters of a layer of a group; None for absent ones.
+
+    Attributes:
+        kernels: float32 `(W,)`, or `(V, U)` of shapes (n, rank) and (rank, n) of a
+            cross layer; () of a norm alone.
+        bias: float32 `[n]`, added before the norm.
+        gamma, beta: float32 `[n]`, of a "layer" or "rms" norm.
+    """
+
+    kernels: tuple[Float[Array, "k n"], ...] = ()
+    bias: Float[Array, "n"] | None = None
+    gamma: Float[Array, "n"] | None = None
+    beta: Float[Array, "n"] | None = None
+
+
 class GroupSite(NamedTuple):
     """The products of a site with the scales of its operands.
 
@@ -209,6 +225,12 @@ def cast(tails: Tails, x: Scaled, want: Forms, scale_inv: Scale | None) -> Writt
         xhat=None,
     ).y
     return y._replace(bf16=x.data) if want.bf16 and is_given else y
+
+
+def weight(tails: Tails, site: GroupSite, kernel: Array, *, keep: bool) -> Written:
+    """Returns the operand rhs from the float32 master weight."""
+    want = site.forms("rhs", keep=keep)
+    return cast(tails, Scaled(kernel), want, site.scale_inv("rhs", want))
 
 
 def sites_of(

@@ -21,7 +21,7 @@ from loka_jax.group import Cross, Dense, Group, Member
 from loka_jax.normed import Epilogue
 from loka_jax.ops.device import local_device
 from loka_jax.ops.group import run_group
-from loka_jax.ops.group_cross import LayerArrays
+from loka_jax.ops.group_sites import LayerArrays
 from loka_jax.ops.plan import resolve
 from loka_jax.recipe import ROLES, get_recipe
 from loka_jax.site import Choice, SiteSpec

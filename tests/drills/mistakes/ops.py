@@ -174,7 +174,7 @@ MISTAKES = [
     ),
     Mistake(
         "the bound of rows after a norm leaves out gamma and beta",
-        "loka_jax/ops/group.py",
+        "loka_jax/ops/group_dense.py",
         "y_scale_inv=self._scale_inv(vectors),",
         "y_scale_inv=self._scale_inv(NormVectors()),",
         "unit/ops/group_test.py",

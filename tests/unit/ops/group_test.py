@@ -12,8 +12,7 @@ from loka_jax import scaling
 from loka_jax.group import Cross, Dense, Group, Member
 from loka_jax.normed import Epilogue
 from loka_jax.ops.group import run_group, why_not
-from loka_jax.ops.group_cross import LayerArrays
-from loka_jax.ops.group_sites import _joint_states, unit_of_fp8
+from loka_jax.ops.group_sites import LayerArrays, _joint_states, unit_of_fp8
 from loka_jax.ops.plan import resolve
 from loka_jax.recipe import get_recipe
 from tests import support

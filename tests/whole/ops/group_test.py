@@ -3,9 +3,14 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from loka_jax.group import Dense, Group, Member
+from loka_jax.normed import Epilogue
 from loka_jax.ops.group import run_group
+from loka_jax.ops.group_sites import LayerArrays
+from loka_jax.site import SiteSpec
 from tests import support
 from tests.support import hopper, tailed
 from tests.support.tailed import BF16_DRHS, DELAYED, CrossedCase, Form
@@ -165,3 +170,71 @@ def test_inference_gives_the_results_of_training(rank, is_beside):
     (trained, _), _ = tailed.compiled(run, arrays, states, g)
     # Products hand FP8 on without a rounding to bfloat16 first: of three, other casts.
     tailed.assert_close(inference, trained, 3**0.5 * 2.6e-2)
+
+
+def graph():
+    """Returns a group of values that several layers read, and its parameters.
+
+    x -> a; a and a residual x -> b; b -> c, d and e, a norm of b.
+    """
+    m, k, n = 47, 95, 79
+    sizes = {"a": (k, n), "b": (n, k), "c": (k, 32), "d": (k, 48)}
+    member = {name: Member(name, SiteSpec(m, *size)) for name, size in sizes.items()}
+    each = [
+        dict(reads=0, member=member["a"], norm=Epilogue("none", "swish")),
+        dict(reads=1, member=member["b"], norm=Epilogue("layer"), residual=0),
+        dict(reads=2, member=member["c"], norm=Epilogue("none")),
+        dict(reads=2, member=member["d"], norm=Epilogue("none", "swish")),
+        dict(reads=2, member=None, norm=Epilogue("rms", "gelu")),
+    ]
+    layers = tuple(Dense(**layer) for layer in each)
+    group = Group(rows=m, inputs=((k,),), layers=layers, outputs=(3, 4, 5))
+    arrays = tuple(
+        LayerArrays((support.normal(*size, seed=i) / size[0] ** 0.5,))
+        for i, size in enumerate(sizes.values())
+    )
+    gamma = 1 + support.normal(k, seed=7) / 4
+    vectors = dict(bias=support.normal(k, seed=8), gamma=gamma)
+    arrays = arrays[0], arrays[1]._replace(**vectors), *arrays[2:], LayerArrays()
+    return group, arrays, support.normal(m, k, seed=9)
+
+
+def equations(arrays, x):
+    """Returns what the group computes, in float32."""
+    a, b, c, d, _ = (layer.kernels[0] if layer.kernels else None for layer in arrays)
+    z = jax.nn.silu(x @ a) @ b + arrays[1].bias[None] + x
+    z = (z - z.mean(1, keepdims=True)) * jax.lax.rsqrt(z.var(1, keepdims=True) + 1e-6)
+    y = z * arrays[1].gamma[None]
+    normed = y * jax.lax.rsqrt(jnp.mean(y**2, axis=1, keepdims=True) + 1e-6)
+    return y @ c, jax.nn.silu(y @ d), jax.nn.gelu(normed)
+
+
+def graph_results(*, step=tailed.compiled, recipe="bf16", **options):
+    group, arrays, x = graph()
+    plans = [tailed.plan(recipe, *x.spec.gemm_sizes("fwd")) for x in group.members]
+    states = tuple(tailed.state(recipe) for _ in plans)
+
+    def run(operands, states):
+        arrays, x = operands
+        layers = tuple((layer,) for layer in arrays)
+        return run_group(group, plans, ((x,),), layers, states, **options)
+
+    g = tuple(support.normal(47, n, seed=20 + n) for n in (32, 48, 95))
+    return step(run, (arrays, x), states, g)
+
+
+def test_values_that_several_layers_read_follow_the_equations():
+    (ours, gradients), _ = graph_results(implementation="xla")
+    _, arrays, x = graph()
+    theirs, pull = jax.vjp(equations, arrays, x)
+    g = tuple(support.normal(47, n, seed=20 + n) for n in (32, 48, 95))
+    # Roundings to bfloat16, 2^-9, of products and gradients, one after the other.
+    tailed.assert_close(ours, theirs, 2.0**-7)
+    tailed.assert_close(gradients, pull(g), 2.0**-6)
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("recipe", ["bf16", DELAYED])
+def test_values_that_several_layers_read_are_the_same_by_triton(recipe):
+    results = functools.partial(graph_results, recipe=recipe)
+    tailed.assert_triton_gives_the_results_of_xla(results, LIMITS[recipe])

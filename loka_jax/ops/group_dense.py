@@ -1,0 +1,230 @@
+"""A dense layer of a group: its product, and the tail that follows it.
+
+    forward     z = x W    y = drop(activation(gamma norm(z + b + residual) + beta))
+    backward    dz from the summands of dy    dW = x^T dz    dx = dz W^T
+
+The tail writes y in the forms in which it is read, and keeps normalized rows, in E4M3
+where the error of the gradient allows it; of relu the signs of y are enough.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from loka_jax import fp8
+from loka_jax.fp8 import E4M3
+from loka_jax.group import Dense
+from loka_jax.normed import Epilogue, NormResiduals, NormVectors, bounded_scale_inv
+from loka_jax.ops.group_sites import GroupSite, LayerArrays, cast, weight
+from loka_jax.tails import Dropout, Forms, Scale, Scaled, Tails, Written
+from loka_jax.xla.matmul import cut
+from loka_jax.xla.tails import decode, in_bf16
+
+_RELU = Epilogue("none", "relu")
+
+
+class Read(NamedTuple):
+    """How a value is read.
+
+    Attributes:
+        want: the forms.
+        scale_inv: of the FP8 form, from earlier steps; None without one.
+        reader: the first site that reads it, or None.
+    """
+
+    want: Forms
+    scale_inv: Scale | None
+    reader: GroupSite | None
+
+
+class Pulled(NamedTuple):
+    """The results of the backward pass of a dense layer.
+
+    Attributes:
+        x: the gradient of what it reads.
+        residual: summands of the gradient of its residual.
+        layer: the gradients of its parameters.
+        amaxes: of lhs, rhs and g of its product.
+    """
+
+    x: Scaled
+    residual: list[Scaled]
+    layer: LayerArrays
+    amaxes: list[tuple[Array | None, Array | None, Array | None]]
+
+
+class KeptDense(NamedTuple):
+    """What the backward pass reads; residuals are None where nothing follows."""
+
+    lhs: Written | None
+    rhs: Written | None
+    residuals: NormResiduals | None
+
+
+class DenseStep(NamedTuple):
+    """A dense layer.
+
+    Attributes:
+        sites: of its product, none of a norm alone.
+        shape: of its result.
+        dropout: of its result; None for none.
+        read: how its result is read, in the forward pass.
+    """
+
+    tails: Tails
+    layer: Dense
+    sites: list[tuple[GroupSite, ...]]
+    shape: tuple[int, int]
+    dropout: Dropout | None
+    read: Read | None = None
+
+    @property
+    def site(self) -> GroupSite | None:
+        """The site of its product."""
+        return self.sites[0][0] if self.sites else None
+
+    @property
+    def is_linear(self) -> bool:
+        """True if nothing but a sum follows the product."""
+        is_plain = self.layer.norm.norm == self.layer.norm.activation == "none"
+        return is_plain and self.dropout is None
+
+    def forward(
+        self, x: Written, residual: Written | None, arrays: LayerArrays, *, keep: bool
+    ) -> tuple[Written, KeptDense]:
+        """Returns the layer's result, and what backward reads."""
+        assert self.read is not None
+        want, scale_inv, _ = self.read
+        vectors = NormVectors(*arrays[1:])
+        site, rhs = self.site, None
+        if site is None:
+            assert x.bf16 is not None
+            z = Scaled(x.bf16)
+        else:
+            rhs = weight(self.tails, site, arrays.kernels[0], keep=keep)
+            handed = None
+            if not keep and residual is None and self._may_hand_on:
+                has_relu = self.layer.norm == _RELU
+                handed = site.hand_on(
+                    x, rhs, want, scale_inv, arrays.bias, has_relu=has_relu
+                )
+            if handed is not None:
+                return handed, KeptDense(None, None, None)
+            z = site.multiply("fwd", x, rhs)
+        summands = [z]
+        if residual is not None:
+            assert residual.bf16 is not None
+            summands.append(Scaled(residual.bf16))
+        if self.is_linear and want.fp8 is None and not want.padded:
+            y, residuals = _linear_end(summands, arrays.bias, want), None
+        else:
+            y, residuals = self._tail(summands, vectors, keep=keep)
+        lhs = None if site is None else x
+        return y, KeptDense(lhs, rhs, residuals)
+
+    @property
+    def _may_hand_on(self) -> bool:
+        """True if the product of an inference can write the result itself."""
+        norm = self.layer.norm
+        return norm.norm == "none" and norm.activation in ("none", "relu")
+
+    def _tail(
+        self, summands: list[Scaled], vectors: NormVectors, *, keep: bool
+    ) -> tuple[Written, NormResiduals | None]:
+        assert self.read is not None
+        want, epilogue = self.read.want, self.layer.norm
+        keeps_y = self.is_linear or epilogue == _RELU
+        xhat = None
+        if keep and not keeps_y:
+            # In FP8 where the error of the gradient allows it.
+            near = self.site or self.read.reader
+            is_fp8 = near is not None and near.products.recipe.dlhs is not None
+            xhat = E4M3 if is_fp8 else jnp.bfloat16
+        y, residuals = self.tails.norm_tail(
+            *(summands, vectors, self.dropout),
+            epilogue=epilogue,
+            want=want,
+            y_scale_inv=self._scale_inv(vectors),
+            xhat=xhat,
+        )
+        if keeps_y and not self.is_linear:
+            kept = y.bf16 if y.fp8 is None else y.fp8  # of relu signs are enough
+            assert kept is not None
+            residuals = NormResiduals(kept, None)
+        return y, residuals
+
+    def _scale_inv(self, vectors: NormVectors) -> Scale | None:
+        """Returns the scale of the result in FP8."""
+        assert self.read is not None
+        (want, scale_inv, _), norm = self.read, self.layer.norm.norm
+        if norm == "none" or want.fp8 is None:
+            return scale_inv
+        if jnp.dtype(want.fp8) != jnp.dtype(E4M3):
+            return scale_inv
+        # A power of two, so that the next product is exact in bfloat16.
+        bound = bounded_scale_inv(norm, self.shape[1], vectors.gamma, vectors.beta)
+        if self.dropout is not None:
+            bound = bound / (1 - self.dropout.rate)
+        return Scale.of(fp8.power_of_two_up(bound))
+
+    def backward(
+        self,
+        d: Sequence[Any],
+        kept: KeptDense,
+        arrays: LayerArrays,
+        *,
+        to_fp8: bool,
+    ) -> Pulled:
+        """Returns the gradients of what the layer reads and of its parameters."""
+        g, dvectors = self._gradient(d, kept.residuals, NormVectors(*arrays[1:]))
+        dz = [*d]
+        if not self.is_linear:
+            dz = [] if g.bf16 is None else [Scaled(g.bf16)]
+        if self.site is None:
+            return Pulled(dz[0], dz, LayerArrays((), *dvectors), [])
+        site, lhs, rhs = self.site, kept.lhs, kept.rhs
+        assert lhs is not None and rhs is not None
+        multiply = site.multiply_to_fp8 if to_fp8 else site.multiply
+        return Pulled(
+            x=multiply("dlhs", g, rhs),
+            residual=dz,
+            layer=LayerArrays((site.weight_gradient(lhs, g),), *dvectors),
+            amaxes=[(lhs.amaxes, rhs.amaxes, g.amaxes)],
+        )
+
+    def _gradient(
+        self, d: Sequence[Any], residuals: NormResiduals | None, vectors: NormVectors
+    ) -> tuple[Written, NormVectors]:
+        """Returns the gradients of the norm's argument and of the vectors."""
+        want = Forms(shape=self.shape)
+        if self.site is not None:
+            want = self.site.forms("g", keep=True)
+        if self.layer.residual is not None and not self.is_linear:
+            want = dataclasses.replace(want, bf16=True)
+        scale_inv = None if self.site is None else self.site.scale_inv("g", want)
+        if residuals is not None:
+            return self.tails.norm_tail_backward(
+                *(d, residuals, vectors, self.dropout),
+                epilogue=self.layer.norm,
+                want=want,
+                dz_scale_inv=scale_inv,
+            )
+        z = d[0] if len(d) == 1 else Scaled(functools.reduce(jnp.add, map(decode, d)))
+        dbias = None
+        if vectors.bias is not None:
+            dbias = jnp.sum(cut(decode(z), want.shape_of(z.data)), axis=0)
+        return cast(self.tails, z, want, scale_inv), NormVectors(dbias)
+
+
+def _linear_end(summands: list[Scaled], bias: Array | None, want: Forms) -> Written:
+    """Returns a last product; XLA joins a bias and a residual with what reads it."""
+    shape = want.shape_of(summands[0].data)
+    if bias is None and len(summands) == 1:
+        return Written(cut(in_bf16(summands[0]), shape))
+    out = functools.reduce(jnp.add, (cut(decode(x), shape) for x in summands))
+    out = out if bias is None else out + bias[None, :]
+    return Written(out.astype(jnp.bfloat16))
