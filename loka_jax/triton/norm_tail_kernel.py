@@ -1,7 +1,8 @@
 """The kernels of norm tails. Importing this module imports Triton.
 
-A tile that holds all columns that share a statistic is read once. Else a program goes
-over the tiles of its rows twice: for their statistics, and for what it writes.
+A tile that holds all columns that share a statistic is read once. Else all tiles of a
+row are read for its statistics first: by a kernel before, or by the program that then
+goes over its rows again.
 
 `no_type_check` exempts these functions, which Triton compiles from source, from the
 tests' run-time type checks.
@@ -21,6 +22,7 @@ from loka_jax.triton.tail_kernel import (
     decode,
     first_of_tile,
     read,
+    read_vector,
     store,
     store_sums,
     write,
@@ -50,26 +52,51 @@ def norm_tail_kernel(given, out, of: tl.constexpr):
         rate = tl.rsqrt(tl.sum(v * v, axis=1) / count + of.epsilon)
         _store_rate(out, rate, row, column, of)
         _finish(v * rate[:, None], given, out, row, column, of)
+    elif given.rate is not None:
+        row, column = first_of_tile(of)
+        v = _argument(given, row, column, of)
+        rate = read_vector(given.rate, row, of.m, of.block_m)
+        if of.norm == "layer":
+            v -= read_vector(given.mean, row, of.m, of.block_m)[:, None]
+        _finish(v * rate[:, None], given, out, row, column, of)
     else:
         row = tl.program_id(0) * of.block_m
-        total = tl.zeros((of.block_m,), tl.float32)
-        squares = tl.zeros((of.block_m,), tl.float32)
-        for column in range(0, of.n, of.block_n):
-            v = _argument(given, row, column, of)
-            total += tl.sum(v, axis=1)
-            squares += tl.sum(v * v, axis=1)
-        mean, moment = total / of.n, squares / of.n
-        if of.norm == "layer":
-            # Rounding may make it negative; NaN stays NaN.
-            moment -= mean * mean
-            moment = tl.maximum(moment, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        rate = tl.rsqrt(moment + of.epsilon)
+        mean, rate = _moments(given, row, of)
         _store_rate(out, rate, row, 0, of)
         for column in range(0, of.out_n, of.block_n):
             v = _argument(given, row, column, of)
             if of.norm == "layer":
                 v -= mean[:, None]
             _finish(v * rate[:, None], given, out, row, column, of)
+
+
+@triton.jit
+@no_type_check
+def norm_moments_kernel(given, out, of: tl.constexpr):
+    """Writes the mean of each row of the norm's argument, and rstd."""
+    row = tl.program_id(0) * of.block_m
+    mean, rate = _moments(given, row, of)
+    rows = row + tl.arange(0, of.block_m)
+    tl.store(out.mean.at + rows, mean, mask=rows < of.m)
+    tl.store(out.rate.at + rows, rate, mask=rows < of.m)
+
+
+@triton.jit
+@no_type_check
+def _moments(given, row, of: tl.constexpr):
+    """Returns mean and rstd of whole rows."""
+    total = tl.zeros((of.block_m,), tl.float32)
+    squares = tl.zeros((of.block_m,), tl.float32)
+    for column in range(0, of.n, of.block_n):
+        v = _argument(given, row, column, of)
+        total += tl.sum(v, axis=1)
+        squares += tl.sum(v * v, axis=1)
+    mean, moment = total / of.n, squares / of.n
+    if of.norm == "layer":
+        # Rounding may make it negative; NaN stays NaN.
+        moment -= mean * mean
+        moment = tl.maximum(moment, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return mean, tl.rsqrt(moment + of.epsilon)
 
 
 @triton.jit
@@ -109,33 +136,63 @@ def norm_tail_backward_kernel(given, out, of: tl.constexpr):
             store_sums(out.sums.gamma, dgamma, first, column, of)
         if given.vectors.beta is not None:
             store_sums(out.sums.beta, dbeta, first, column, of)
+    elif given.along is not None:
+        row, column = first_of_tile(of)
+        centre = read_vector(given.centre, row, of.m, of.block_m)
+        along = read_vector(given.along, row, of.m, of.block_m)
+        _of_whole_rows(given, out, centre, along, row, column, of)
     else:
         row = tl.program_id(0) * of.block_m
-        rate = _rate(given, row, 0, of)
-        centre = tl.zeros((of.block_m,), tl.float32)
-        along = tl.zeros((of.block_m,), tl.float32)
-        for column in range(0, of.n, of.block_n):
-            v = _kept(given, row, column, of)
-            g = _gradient(v, given, row, column, of)
-            if given.vectors.gamma is not None:
-                g *= columns_of(given.vectors.gamma, column, of)
-            centre += tl.sum(g, axis=1)
-            along += tl.sum(g * v, axis=1)
+        centre, along = _projections(given, row, of)
         for column in range(0, of.out_n, of.block_n):
-            v = _kept(given, row, column, of)
-            g = _gradient(v, given, row, column, of)
-            if given.vectors.gamma is not None:
-                store_sums(out.sums.gamma, tl.sum(g * v, axis=0), row, column, of)
-            if given.vectors.beta is not None:
-                store_sums(out.sums.beta, tl.sum(g, axis=0), row, column, of)
-            if given.vectors.gamma is not None:
-                g *= columns_of(given.vectors.gamma, column, of)
-            if of.norm == "layer":
-                g -= (centre / of.n)[:, None]
-            g = (g - v * (along / of.n)[:, None]) * rate[:, None]
-            if given.vectors.bias is not None:
-                store_sums(out.sums.bias, tl.sum(g, axis=0), row, column, of)
-            write(g, out.dz, given.scale_inv, row, column, of)
+            _of_whole_rows(given, out, centre, along, row, column, of)
+
+
+@triton.jit
+@no_type_check
+def norm_projections_kernel(given, out, of: tl.constexpr):
+    """Writes the means of g and of g xhat over each row, g being gamma du."""
+    row = tl.program_id(0) * of.block_m
+    centre, along = _projections(given, row, of)
+    rows = row + tl.arange(0, of.block_m)
+    tl.store(out.centre.at + rows, centre, mask=rows < of.m)
+    tl.store(out.along.at + rows, along, mask=rows < of.m)
+
+
+@triton.jit
+@no_type_check
+def _projections(given, row, of: tl.constexpr):
+    """Returns the means of g and of g xhat over whole rows."""
+    centre = tl.zeros((of.block_m,), tl.float32)
+    along = tl.zeros((of.block_m,), tl.float32)
+    for column in range(0, of.n, of.block_n):
+        v = _kept(given, row, column, of)
+        g = _gradient(v, given, row, column, of)
+        if given.vectors.gamma is not None:
+            g *= columns_of(given.vectors.gamma, column, of)
+        centre += tl.sum(g, axis=1)
+        along += tl.sum(g * v, axis=1)
+    return centre / of.n, along / of.n
+
+
+@triton.jit
+@no_type_check
+def _of_whole_rows(given, out, centre, along, row, column, of: tl.constexpr):
+    """Writes a tile of the gradient of norms of whole rows, and sums over its rows."""
+    v = _kept(given, row, column, of)
+    g = _gradient(v, given, row, column, of)
+    if given.vectors.gamma is not None:
+        store_sums(out.sums.gamma, tl.sum(g * v, axis=0), row, column, of)
+    if given.vectors.beta is not None:
+        store_sums(out.sums.beta, tl.sum(g, axis=0), row, column, of)
+    if given.vectors.gamma is not None:
+        g *= columns_of(given.vectors.gamma, column, of)
+    if of.norm == "layer":
+        g -= centre[:, None]
+    g = (g - v * along[:, None]) * _rate(given, row, 0, of)[:, None]
+    if given.vectors.bias is not None:
+        store_sums(out.sums.bias, tl.sum(g, axis=0), row, column, of)
+    write(g, out.dz, given.scale_inv, row, column, of)
 
 
 @triton.jit

@@ -58,12 +58,15 @@ class Tile:
         block_m, block_n: rows and columns of a program's tile, powers of two.
         num_warps: warps of a program.
         repeat: tiles, one below the other, of a program that sums over rows.
+        before: of a kernel that computes statistics of whole rows, where a tile holds
+            no row; None where a program does so itself, and reads its rows twice.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     repeat: int = 1
+    before: "Tile | None" = None
 
     def tiles(self, m: int, n: int) -> tuple[int, int]:
         """Returns how many tiles cover the rows and the columns of a matrix."""
@@ -135,7 +138,15 @@ def norm_tail(
         rstd=_type(rstd_shape) if is_kept and is_norm else None,
     )
     of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, dtype), epsilon=epilogue.epsilon)
+    given |= dict(mean=None, rate=None)
+    if tile.before is not None:
+        rows = dict(mean=_type((run.m,)), rate=_type((run.m,)))
+        moments = norm_tail_kernel.norm_moments_kernel
+        given |= run(moments, tile.before, given, rows, **of)._asdict()
+        out["rstd"] = None
     out = run(norm_tail_kernel.norm_tail_kernel, tile, given, out, **of)
+    if tile.before is not None and is_kept:
+        out = out._replace(rstd=given["rate"])
     residuals = NormResiduals(out.xhat, out.rstd) if is_kept else None
     return NormTail(_written(out.y, y_scale_inv), residuals)
 
@@ -166,7 +177,11 @@ def norm_tail_backward(
     given = dict(gradients=tuple(gradients), xhat=xhat, rstd=rstd, vectors=vectors)
     of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, xhat.dtype), repeat=tile.repeat)
     kernel = norm_tail_kernel.norm_tail_backward_kernel
-    given |= dict(dropout=dropout, scale_inv=dz_scale_inv)
+    given |= dict(dropout=dropout, scale_inv=dz_scale_inv, centre=None, along=None)
+    if tile.before is not None:
+        rows = dict(centre=_type((run.m,)), along=_type((run.m,)))
+        projections = norm_tail_kernel.norm_projections_kernel
+        given |= run(projections, tile.before, given, rows, **of)._asdict()
     out = run(kernel, tile, given, dict(dz=run.types(tile), sums=sums), **of)
     of_vectors = jax.tree.map(lambda parts: jnp.sum(parts, axis=0), out.sums)
     return NormTailGradients(_written(out.dz, dz_scale_inv), of_vectors)
@@ -323,7 +338,8 @@ class _Run:
         """Returns the results of a kernel, in the structure of `out`."""
         out_m, out_n = self.out_shape
         tiles_m, tiles_n = tile.tiles(out_m, out_n)
-        if of.get("features", 0) > tile.block_n and of["norm"] in ("layer", "rms"):
+        is_of_rows = of.get("norm") in ("layer", "rms")
+        if is_of_rows and of["features"] > tile.block_n and tile.before is None:
             tiles_n = 1  # a program goes over all tiles of its rows
         tiles_m = math.ceil(tiles_m / of.get("repeat", 1))
         fp8 = self.want.fp8

@@ -233,7 +233,7 @@ MISTAKES = [
         "loka_jax/ops/exchange.py",
         "need=jnp.max(before[1:] - before[:-1])",
         "need=before[1] - before[0]",
-        "unit/ops/exchange_test.py",
+        "whole/ops/exchange_test.py",
     ),
     Mistake(
         "replicas remember the newest rows in place of the oldest",
@@ -254,7 +254,7 @@ MISTAKES = [
         "loka_jax/ops/row_order.py",
         "q = q + (remainder >> bits)",
         "q = q + 0 * (remainder >> bits)",
-        "unit/ops/exchange_test.py",
+        "whole/ops/exchange_test.py",
     ),
     Mistake(
         "random bits ignore the upper half of a row's number",

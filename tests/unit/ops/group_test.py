@@ -40,7 +40,6 @@ def test_results_are_those_of_the_equations_on_the_same_rounded_operands(
     [
         # Without layers, of sizes that are no multiples of 16.
         CrossedCase(DELAYED, None, 2, form=Form(m=31, widths=(93,))),
-        CrossedCase(DELAYED),
         CrossedCase(BF16_DRHS, rank=None, is_beside=True),
     ],
     ids=str,

@@ -26,6 +26,7 @@ GRADIENT = Forms(bf16=False, fp8=E5M2, transposed=True, amax=True)
 # Of several scales in one vector; the others would make numbers NaN.
 SCALE_INV = Scale(jnp.asarray([jnp.nan, jnp.nan, 2.0**-4, jnp.nan], jnp.float32), 2)
 CONFIG = tails.Tile(32, 32, 1)
+BEFORE = tails.Tile(32, 64, 1, before=tails.Tile(8, 128, 1))
 
 anywhere_ = pytest.mark.usefixtures("anywhere")
 
@@ -150,18 +151,22 @@ def test_gradients_of_features_are_those_of_xla(
 
 @anywhere_
 @pytest.mark.parametrize(
-    "shape, norm, activation",
+    "shape, norm, activation, tile",
     [
-        ((64, 512), "block", "hard_swish"),
-        ((47, 79), "block", "swish"),
-        ((33, 257), "none", "gelu"),
-        ((32, 336), "layer", "gelu"),
-        ((47, 79), "layer", "hard_swish"),
-        ((48, 80), "rms", "relu"),
-        ((40, 1200), "rms", "none"),
+        ((64, 512), "block", "hard_swish", None),
+        ((47, 79), "block", "swish", None),
+        ((33, 257), "none", "gelu", None),
+        ((32, 336), "layer", "gelu", None),
+        ((47, 79), "layer", "hard_swish", None),
+        ((48, 80), "rms", "relu", None),
+        ((40, 1200), "rms", "none", None),
+        # Few rows of whole rows, sums over several of them, and a kernel before.
+        ((47, 79), "layer", "gelu", tails.Tile(4, 128, 1, repeat=3)),
+        ((47, 300), "layer", "swish", BEFORE),
+        ((40, 300), "rms", "none", BEFORE),
     ],
 )
-def test_norm_tails_and_their_gradients_are_those_of_xla(shape, norm, activation):
+def test_norm_tails_and_their_gradients_are_those_of_xla(shape, norm, activation, tile):
     bias, gamma, beta = (support.normal(shape[1], seed=seed) for seed in (3, 6, 7))
     has_vectors, epilogue = norm in ("layer", "rms"), Epilogue(norm, activation)
     vectors = NormVectors(bias, *((1 + gamma / 4, beta) if has_vectors else ()))
@@ -169,11 +174,11 @@ def test_norm_tails_and_their_gradients_are_those_of_xla(shape, norm, activation
     forms = (dataclasses.replace(x, shape=shape, padded=True) for x in (ALL, GRADIENT))
     options = dict(epilogue=epilogue, want=next(forms), y_scale_inv=SCALE_INV)
     args = [z, Scaled(r)], vectors
-    ours = tails.norm_tail(*args, **options)
+    ours = tails.norm_tail(*args, **options, tile=tile)
     assert_as_by_xla(ours, xla.norm_tail, *args, **options)
     options = dict(epilogue=epilogue, want=next(forms), dz_scale_inv=SCALE_INV)
     args = [_product(shape, 4), Scaled(2 * r)], ours.residuals, vectors
-    ours = tails.norm_tail_backward(*args, **options)
+    ours = tails.norm_tail_backward(*args, **options, tile=tile)
     assert_as_by_xla(ours, xla.norm_tail_backward, *args, **options)
 
 

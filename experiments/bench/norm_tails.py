@@ -1,0 +1,154 @@
+"""Times the tails of wide layers by tile: norms of whole rows beside block norms.
+
+    python experiments/bench/norm_tails.py --out norm_tails.json
+
+A tail writes E4M3 and its transpose forward, E5M2 backward, with the amax, as in
+training; "layer" and "rms" have gamma, "layer" beta, all have swish. For every shape,
+norm and pass: kernel time of each tile by JAX's profiler, over input sets that together
+exceed twice the L2, and its time over that of the block norm (`vs_block`). A tile of
+as many columns as a row has reads it once; a smaller one twice.
+
+Needs a Hopper GPU and the extra triton.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+
+from experiments.bench import result as results
+from experiments.bench.forms import Form, num_sets, print_records, time_forms
+from loka_jax import xla
+from loka_jax.fp8 import E4M3, E5M2
+from loka_jax.normed import Epilogue, NormName, NormResiduals, NormVectors
+from loka_jax.tails import Forms, Scale, Scaled
+from loka_jax.triton import tails
+from loka_jax.triton.launch import power_of_two
+from loka_jax.triton.tails import Tile
+
+_NORMS: tuple[NormName, ...] = ("block", "layer", "rms")
+_PROGRAMS = 264  # two for each SM, over which sums of rows are spread
+_LEAST_DB = 20.0  # E5M2 rounds to 2 bits: a wrong tail is far below
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments(results.Options):
+    """Options of the benchmark.
+
+    Attributes:
+        shapes: rows by columns, as "8192x3072".
+    """
+
+    shapes: tuple[str, ...] = ("8192x3072", "16384x2048", "8192x1024", "65536x4096")
+
+    def cases(self) -> list[tuple[int, int, NormName]]:
+        """Returns rows, columns and norm of each case, block norms first."""
+        sizes = (map(int, shape.split("x")) for shape in self.shapes)
+        return [(m, n, norm) for m, n in sizes for norm in _NORMS]
+
+
+def main(arguments: Arguments) -> None:
+    """Measures, prints and writes the result."""
+    result = results.head("norm_tails", arguments) | {"rows": []}
+    fastest: dict[tuple, float] = {}
+    for m, n, norm in results.in_time(arguments.cases(), result, arguments):
+        for name, forms in forms_of(m, n, norm).items():
+            records = time_forms(forms)
+            times = [
+                x["us"] for form, x in records.items() if "us" in x and form[0] == "("
+            ]
+            if norm == "block":
+                fastest[m, n, name] = min(times)
+            for record in records.values():
+                if "us" in record:
+                    record["vs_block"] = record["us"] / fastest[m, n, name]
+            row = {"m": m, "n": n, "norm": norm, "pass": name, "forms": records}
+            result["rows"].append(row)
+            print(f"{m} x {n}, {norm}, {name}")
+            print_records(records)
+
+
+def tiles_of(m: int, n: int, norm: NormName) -> list[Tile]:
+    """Returns the tiles to time."""
+    if norm == "block":
+        sizes = [(64, 256, 16), (64, 256, 8), (32, 256, 8), (32, 256, 4), (16, 256, 4)]
+        return [Tile(*size) for size in sizes]
+    row = power_of_two(n)
+    looped = [(32, 128, 8), (32, 256, 8), (16, 256, 4), (16, 512, 8), (16, 1024, 8)]
+    held = [(4, row, 4), (4, row, 8), (8, row, 8), (8, row, 16), (16, row, 16)]
+    held += [(16, row, 32), (32, row, 32)]
+    tiles = [Tile(*size) for size in looped if size[1] < n]
+    before = [Tile(4, min(row, 1024), 4), Tile(8, min(row, 512), 4)]
+    ahead = [(64, 256, 8), (32, 256, 8), (32, 256, 4), (64, 128, 4)]
+    tiles += [Tile(*x, before=y) for x in ahead for y in before if x[1] < n]
+    for rows, columns, warps in held:
+        repeat = max(1, m // (rows * _PROGRAMS))
+        tiles += [Tile(rows, columns, warps, r) for r in {1, repeat}]
+    return tiles
+
+
+def forms_of(m: int, n: int, norm: NormName) -> dict[str, dict[str, Form]]:
+    """Returns the forms of each pass: a tile each, and XLA's."""
+    sets = [_operands(m, n, norm, i) for i in range(num_sets(6.0 * m * n))]
+    epilogue, scale = Epilogue(norm, "swish"), Scale.of(jnp.float32(1 / 16))
+    forward: dict[str, Any] = dict(
+        epilogue=epilogue,
+        want=Forms(bf16=False, fp8=E4M3, transposed=True, amax=True),
+        y_scale_inv=scale,
+    )
+    backward: dict[str, Any] = dict(
+        epilogue=epilogue,
+        want=Forms(bf16=False, fp8=E5M2, transposed=True, amax=True),
+        dz_scale_inv=scale,
+    )
+    passes = {"forward": {}, "backward": {}}
+    for name in (*tiles_of(m, n, norm), "xla"):
+        by, how = (xla.tails, {}) if name == "xla" else (tails, dict(tile=name))
+
+        def ahead(z, d, residuals, vectors, by=by, how=how):
+            del d, residuals
+            return _numbers(by.norm_tail([z], vectors, **forward, **how).y)
+
+        def back(z, d, residuals, vectors, by=by, how=how):
+            del z
+            out = by.norm_tail_backward([d], residuals, vectors, **backward, **how)
+            return _numbers(out.dz), out.vectors
+
+        key = name if name == "xla" else str(dataclasses.astuple(name))
+        for kind, run in (("forward", ahead), ("backward", back)):
+            passes[kind][key] = Form(run, sets)
+    for kind, forms in passes.items():
+        exact = forms["xla"].run
+        passes[kind] = {
+            key: form._replace(exact=exact, least_db=_LEAST_DB)
+            for key, form in forms.items()
+        }
+    return passes
+
+
+def _numbers(y: Any) -> tuple[Any, ...]:
+    return y.fp8, y.fp8_t, y.amaxes.max()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _operands(m: int, n: int, norm: NormName, seed: int) -> tuple[Any, ...]:
+    """Returns products z and d, what the forward pass keeps, and vectors."""
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"), 4)
+    z, d = (jax.random.normal(key, (m, n), jnp.bfloat16) for key in keys[:2])
+    gamma, beta = (jax.random.normal(key, (n,)) for key in keys[2:])
+    vectors = {
+        "block": NormVectors(),
+        "rms": NormVectors(gamma=1 + 0.1 * gamma),
+        "layer": NormVectors(gamma=1 + 0.1 * gamma, beta=beta),
+    }[norm]
+    options: dict[str, Any] = dict(epilogue=Epilogue(norm, "swish"), want=Forms())
+    residuals = xla.tails.norm_tail([Scaled(z)], vectors, **options).residuals
+    assert isinstance(residuals, NormResiduals)
+    return Scaled(z), Scaled(d), residuals, vectors
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
