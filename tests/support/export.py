@@ -18,6 +18,7 @@ from loka_jax.data.generated import schema_of
 from loka_jax.predict import trained
 from loka_jax.train.model import model_of
 from loka_jax.train.placement import Placement
+from loka_jax.train.state import TrainState
 
 # What jax needs: a clean environment has nothing else.
 NEEDED = re.compile(
@@ -62,8 +63,8 @@ def blank_dlrm(**options) -> trained.Trained:
     config = dataclasses.replace(config, data=data, model=model)
     schema = schema_of(data)
     net = model_of(config, schema)
-    shapes = jax.eval_shape(lambda: trained.initial_state(config, net, schema))
+    shapes = jax.eval_shape(lambda: vars(trained.initial_state(config, net, schema)))
     # Put on the device, not made there: nothing is compiled.
     zeros = jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
     place = Placement(net.tables)
-    return trained.Trained(config, schema, net, zeros, 0, place)
+    return trained.Trained(config, schema, net, TrainState(**zeros), 0, place)
