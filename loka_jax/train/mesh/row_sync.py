@@ -56,7 +56,7 @@ def update_alone(
     row_state,
     touched,
     row_update: RowUpdate,
-    lr: Array,
+    lr: Array | float,
     enabled: Array,
     wire: MeshConfig,
     words: UInt32[Array, "2"],
