@@ -68,13 +68,18 @@ class Recorded(NamedTuple):
         return dataclasses.replace(self.config, run=RunOptions(workdir=workdir, **run))
 
 
+def _zeros(text: str) -> np.ndarray:
+    """Returns zeros of a dtype and shape in a manifest, such as "float32[8, 4]"."""
+    dtype, _, sizes = text.removesuffix("]").partition("[")
+    return np.zeros([int(x) for x in sizes.split(",") if x], jnp.dtype(dtype))
+
+
 def newest(folder: pathlib.Path) -> tuple[Saved, dict[str, np.ndarray]]:
     """Returns the newest of the checkpoints in a folder, and its leaves by path."""
     with Checkpoints(folder) as checkpoints:
         saved = checkpoints.newest()
         assert saved is not None
-        leaves = saved.leaves.items()
-        template = {k: np.zeros(x.shape, jnp.dtype(x.dtype)) for k, x in leaves}
+        template = {k: _zeros(text) for k, text in saved.leaves.items()}
         return saved, checkpoints.read(saved, template)
 
 
