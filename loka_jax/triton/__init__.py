@@ -6,7 +6,7 @@ is not served (None if it is), and functions that launch its kernels:
     matmul        fp8_matmul: product of FP8 operands
     dot_features  dot_features, dot_features_backward: dot products of pairs of vectors
     route         lists: of the distinct places of ids, for the owners of their rows
-    merge         merged: ascending lists in one, and the former positions
+    merge         merge_lists: ascending lists in one, and the former positions
     row_wire      encode, decode: rows for the wire
     row_update    sum_runs, sgd, rowwise_adagrad: sums of gradients by row, row updates
     cross_gradient    the gradient of a cross network's features, in its parts

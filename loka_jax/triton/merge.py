@@ -49,7 +49,7 @@ def merge_lists(
     """
     count, capacity = lists.shape
     if reason := why_not(count, lists.size):
-        raise ValueError(f"merged: {reason}.")
+        raise ValueError(f"merge_lists: {reason}.")
     require_triton()
     from loka_jax.triton import merge_kernel  # not above: it imports Triton
 

@@ -67,7 +67,7 @@ def test_operations_refuse_what_is_not_served():
         row_update.sgd(grads, ids, ids, grads, lr=0.1)
     with refused(match="encode: float16 is neither"):
         row_wire.encode(ones(2, 4, dtype=HALF), ids[None], codec="int8")
-    with refused(match="merged: 17 lists are more than 16"):
+    with refused(match="merge_lists: 17 lists are more than 16"):
         merge.merge_lists(jnp.zeros((17, 10), I32))
     with refused(match="pack: float16 is neither"):
         packed.pack(ones(1000, dtype=HALF), ones(2, dtype=U32), PACKING)
