@@ -27,7 +27,7 @@ from loka_jax.triton.tail_kernel import (
 
 @triton.jit
 @no_type_check
-def cross_tail_kernel(given, out, of: tl.constexpr):
+def cross_tail_kernel(given, out, of):
     """Writes `y = x0 * (outer + z_1 + ... + z_p + bias)`, and sums of y.
 
     Of its rows partial sums, and of its columns, each times a weight of the head.
@@ -51,7 +51,7 @@ def cross_tail_kernel(given, out, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def cross_gradient_kernel(given, out, of: tl.constexpr):
+def cross_gradient_kernel(given, out, of):
     """Writes `d_0 + sum over l of d_l * s_l`, `s_l = 1 + z_1 + .. + z_l`.
 
     Each z with its bias. An outer product may be added to the last d; the gradient of
@@ -84,7 +84,7 @@ def cross_gradient_kernel(given, out, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def joined_cast_kernel(given, out, of: tl.constexpr):
+def joined_cast_kernel(given, out, of):
     """Writes `[first; second; zeros]`."""
     row, column = first_of_tile(of)
     tile = tl.zeros((of.block_m, of.block_n), tl.float32)

@@ -35,7 +35,7 @@ _GELU_CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 @no_type_check
-def norm_tail_kernel(given, out, of: tl.constexpr):
+def norm_tail_kernel(given, out, of):
     """Writes `y = activation(gamma norm(z + bias) + beta)`, xhat and rstd.
 
     xhat times `of.xhat_scale`.
@@ -72,7 +72,7 @@ def norm_tail_kernel(given, out, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def norm_moments_kernel(given, out, of: tl.constexpr):
+def norm_moments_kernel(given, out, of):
     """Writes the mean of each row of the norm's argument, and rstd."""
     row = tl.program_id(0) * of.block_m
     mean, rate = _moments(given, row, of)
@@ -83,7 +83,7 @@ def norm_moments_kernel(given, out, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _moments(given, row, of: tl.constexpr):
+def _moments(given, row, of):
     """Returns mean and rstd of whole rows."""
     total = tl.zeros((of.block_m,), tl.float32)
     squares = tl.zeros((of.block_m,), tl.float32)
@@ -101,7 +101,7 @@ def _moments(given, row, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def norm_tail_backward_kernel(given, out, of: tl.constexpr):
+def norm_tail_backward_kernel(given, out, of):
     """Writes the gradient of the norm's argument, from the summands of that of y.
 
     And partial sums over rows for the bias, gamma and beta.
@@ -150,7 +150,7 @@ def norm_tail_backward_kernel(given, out, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def norm_projections_kernel(given, out, of: tl.constexpr):
+def norm_projections_kernel(given, out, of):
     """Writes the means of g and of g xhat over each row, g being gamma du."""
     row = tl.program_id(0) * of.block_m
     centre, along = _projections(given, row, of)
@@ -161,7 +161,7 @@ def norm_projections_kernel(given, out, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _projections(given, row, of: tl.constexpr):
+def _projections(given, row, of):
     """Returns the means of g and of g xhat over whole rows."""
     centre = tl.zeros((of.block_m,), tl.float32)
     along = tl.zeros((of.block_m,), tl.float32)
@@ -177,7 +177,7 @@ def _projections(given, row, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _of_whole_rows(given, out, centre, along, row, column, of: tl.constexpr):
+def _of_whole_rows(given, out, centre, along, row, column, of):
     """Writes a tile of the gradient of norms of whole rows, and sums over its rows."""
     v = _kept(given, row, column, of)
     g = _gradient(v, given, row, column, of)
@@ -197,7 +197,7 @@ def _of_whole_rows(given, out, centre, along, row, column, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _sum(summands, row, column, of: tl.constexpr):
+def _sum(summands, row, column, of):
     total = decode(summands[0], row, column, of)
     for i in tl.static_range(1, len(summands)):
         total += decode(summands[i], row, column, of)
@@ -206,7 +206,7 @@ def _sum(summands, row, column, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _argument(given, row, column, of: tl.constexpr):
+def _argument(given, row, column, of):
     """Returns a tile of the sum and the bias, zeros past the end of the columns."""
     v = _sum(given.summands, row, column, of)
     if given.vectors.bias is not None:
@@ -216,7 +216,7 @@ def _argument(given, row, column, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _finish(v, given, out, row, column, of: tl.constexpr):
+def _finish(v, given, out, row, column, of):
     """Writes xhat, of which v is a tile, and y."""
     if out.xhat is not None:
         kept = cut(v * of.xhat_scale, row, column, of)
@@ -228,7 +228,7 @@ def _finish(v, given, out, row, column, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _drop(y, dropout, row, column, of: tl.constexpr):
+def _drop(y, dropout, row, column, of):
     if dropout is not None:
         rows = row + tl.arange(0, of.block_m)
         columns = (column + tl.arange(0, of.block_n))[None, :]
@@ -239,7 +239,7 @@ def _drop(y, dropout, row, column, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _affine(v, vectors, column, of: tl.constexpr):
+def _affine(v, vectors, column, of):
     """Returns a tile of `gamma v + beta`."""
     if vectors.gamma is not None:
         v *= columns_of(vectors.gamma, column, of)
@@ -250,7 +250,7 @@ def _affine(v, vectors, column, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _store_rate(out, rate, row, column, of: tl.constexpr):
+def _store_rate(out, rate, row, column, of):
     if out.rstd is not None:
         rows = row + tl.arange(0, of.block_m)
         at = out.rstd.at + column // of.block_n * of.m + rows
@@ -259,7 +259,7 @@ def _store_rate(out, rate, row, column, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _rate(given, row, column, of: tl.constexpr):
+def _rate(given, row, column, of):
     rows = row + tl.arange(0, of.block_m)
     at = given.rstd.at + column // of.block_n * of.m + rows
     return tl.load(at, mask=rows < of.m, other=0.0)
@@ -267,14 +267,14 @@ def _rate(given, row, column, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _kept(given, row, column, of: tl.constexpr):
+def _kept(given, row, column, of):
     """Returns a tile of xhat."""
     return read(given.xhat, row, column, of) * (1.0 / of.xhat_scale)
 
 
 @triton.jit
 @no_type_check
-def _gradient(v, given, row, column, of: tl.constexpr):
+def _gradient(v, given, row, column, of):
     """Returns the gradient of the activation's argument, zeros past the end of rows."""
     g = _sum(given.gradients, row, column, of)
     g = _drop(g, given.dropout, row, column, of)

@@ -22,7 +22,7 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # all bits of a float32 but its sign
 
 @triton.jit
 @no_type_check
-def first_of_tile(of: tl.constexpr):
+def first_of_tile(of):
     """Returns the first row and column of this program's tile."""
     tiles_n: tl.constexpr = (of.out_n + of.block_n - 1) // of.block_n
     program = tl.program_id(0)
@@ -42,7 +42,7 @@ def _place(x, row, column, rows: tl.constexpr, columns: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def read(x, row, column, of: tl.constexpr):
+def read(x, row, column, of):
     """Returns a tile of an array in float32."""
     at, inside = _place(x, row, column, of.block_m, of.block_n)
     m: tl.constexpr = x.shape[0]
@@ -57,7 +57,7 @@ def read(x, row, column, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def decode(x, row, column, of: tl.constexpr):
+def decode(x, row, column, of):
     """Returns a tile of a `Scaled` matrix times its unit and scales.
 
     Not times their product, which may vanish.
@@ -78,14 +78,14 @@ def read_vector(x, first, size: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def columns_of(x, column, of: tl.constexpr):
+def columns_of(x, column, of):
     """Returns the entries of a tile's columns, as a row."""
     return read_vector(x, column, of.n, of.block_n)[None, :]
 
 
 @triton.jit
 @no_type_check
-def cut(tile, row, column, of: tl.constexpr):
+def cut(tile, row, column, of):
     """Returns a tile with zeros past the end of the matrix."""
     if (of.m == of.out_m and of.m % of.block_m == 0) and (
         of.n == of.out_n and of.n % of.block_n == 0
@@ -111,7 +111,7 @@ def store(x, tile, row, column, rows: tl.constexpr, columns: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _places(x, row, column, start: tl.constexpr, of: tl.constexpr):
+def _places(x, row, column, start: tl.constexpr, of):
     """Returns pointers to a tile's elements in a row, and which of them are there.
 
     Of a matrix whose columns from `start` on are an array.
@@ -124,7 +124,7 @@ def _places(x, row, column, start: tl.constexpr, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def read_part(x, row, column, start: tl.constexpr, of: tl.constexpr):
+def read_part(x, row, column, start: tl.constexpr, of):
     """Returns a tile in float32 whose columns from `start` on are an array, else 0."""
     width: tl.constexpr = x.shape[1]
     # Few programs read an array that is narrower than a tile.
@@ -142,7 +142,7 @@ def read_part(x, row, column, start: tl.constexpr, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def store_part(x, tile, row, column, start: tl.constexpr, of: tl.constexpr):
+def store_part(x, tile, row, column, start: tl.constexpr, of):
     """Writes the columns of a tile that are an array from `start` on."""
     tile = tile.to(x.at.dtype.element_ty)
     if start % 16 == 0 and x.shape[1] % 16 == 0:
@@ -157,7 +157,7 @@ def store_part(x, tile, row, column, start: tl.constexpr, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def store_sums(x, sums, row, column, of: tl.constexpr):
+def store_sums(x, sums, row, column, of):
     """Writes sums over rows of a tile's columns to the row of this tile's number."""
     columns = column + tl.arange(0, of.block_n)
     at = x.at + row // of.block_m * of.n + columns
@@ -166,7 +166,7 @@ def store_sums(x, sums, row, column, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def store_dots(dots, tile, vector, row, column, of: tl.constexpr):
+def store_dots(dots, tile, vector, row, column, of):
     """Writes a tile's rows times a vector to the row of this column's number."""
     rows = row + tl.arange(0, of.block_m)
     at = dots.at + (column // of.block_n).to(tl.int64) * of.m + rows
@@ -176,7 +176,7 @@ def store_dots(dots, tile, vector, row, column, of: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def write(tile, out, scale_inv, row, column, of: tl.constexpr):
+def write(tile, out, scale_inv, row, column, of):
     """Writes a tile of a result in every form of a `Written`, and the tile's amax."""
     tile = cut(tile, row, column, of)
     if out.bf16 is not None:

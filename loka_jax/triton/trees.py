@@ -1,7 +1,7 @@
 """Kernels whose operands are trees: tuples of arrays, scales, numbers and None.
 
     @triton.jit
-    def kernel(given, out, of: tl.constexpr):
+    def kernel(given, out, of):
         tile = tl.load(given.z.at + ...)  # of `given.z.shape`, which is constant
         if given.bias is not None:  # decided when the kernel is compiled
             ...
@@ -51,7 +51,9 @@ def launch_tree(
         num_warps: warps of a program.
     """
     arguments: list[Any] = []
-    source = f"{_source(given, arguments)}, {_source(out, results := [])}"
+    results: list[Any] = []
+    trees = ((given, arguments), (out, results), (of, []))
+    source = ", ".join(_source(*tree) for tree in trees)
     numbers = {i: x for i, x in enumerate(arguments) if isinstance(x, int)}
 
     def run(*arrays: jax.Array):
@@ -65,7 +67,7 @@ def launch_tree(
             grid=grid,
             num_warps=num_warps,
             num_stages=1,
-            constants=dict(of=of),
+            constants={},
         )
 
     arrays = [x for i, x in enumerate(arguments) if i not in numbers]
@@ -108,14 +110,11 @@ def _generated(kernel: Any, source: str, inputs: int, outputs: int) -> Any:
 
     name = kernel.__name__
     parameters = [f"p{i}" for i in range(inputs)] + [f"o{i}" for i in range(outputs)]
-    text = (
-        f"def {name}({', '.join(parameters)}, of: tl.constexpr):\n"
-        f"    body({source}, of)\n"
-    )
+    text = f"def {name}({', '.join(parameters)}):\n    body({source})\n"
     # Triton reads the source of a function where Python has it.
     file = f"<{name} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    names: dict[str, Any] = dict(body=kernel, tl=triton.language, Ref=Ref, **_TYPES)
+    names: dict[str, Any] = dict(body=kernel, Ref=Ref, **_TYPES)
     names["__name__"] = kernel.__module__
     exec(compile(text, file, "exec"), names)
     return triton.jit(names[name])
