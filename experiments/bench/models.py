@@ -1,19 +1,20 @@
 """The models that are timed, and how they are run: plans, inputs, scales, a pass."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen
 
 from experiments.configs import get_config
 from loka_jax import nn
 from loka_jax.data.planted import NUM_DENSE
 from loka_jax.measure.compiling import untuned_here
-from loka_jax.models import Dlrm, RankingModel
+from loka_jax.models import Dlrm
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
-from loka_jax.site import Choice
+from loka_jax.site import Choice, Provider
 
 MLPERF_DLRM = Dlrm(bottom_mlp=(512, 256), top_mlp=(1024, 1024, 512, 256), recipe="bf16")
 # LoKA's Mods, one by one.
@@ -26,19 +27,44 @@ MODS: dict[str, dict[str, Any]] = {
 
 type Shapes = tuple[tuple[int, ...], ...]
 
+_TOWER = 3072, 3072, 1536  # features that a tower reads, and those of its layers
 
-def wide(name: str) -> tuple[RankingModel, Callable[[int], Shapes]]:
+
+class Tower(linen.Module):
+    """Two wide layers alone; the logit is the mean of the last one's activations."""
+
+    norm: nn.NormName
+    recipe: str = "bf16"
+    implementation: Provider | None = None
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns logits of rows."""
+        layers = nn.Mlp(
+            _TOWER[1:],
+            recipe=self.recipe,
+            norm=self.norm,
+            activation="swish",
+            implementation=self.implementation,
+        )
+        return layers(x).astype(jnp.float32).mean(axis=1)
+
+
+def wide(name: str) -> tuple[linen.Module, Callable[[int], Shapes]]:
     """Returns the dense part of a wide model, and its inputs' shapes for m rows.
 
     Args:
         name: of a configuration `fp8_NAME`, with all Mods but for the
             MLPerf benchmark's; "NAME MOD" has one of `MODS` alone, "NAME plain" none.
-            Where hard_swish is missing there is swish, which it replaces.
+            Where hard_swish is missing there is swish, which it replaces. "tower NORM"
+            is a `Tower`.
 
     Raises:
         ValueError: if there is no such configuration or Mod.
     """
     config_name, _, mod = name.partition(" ")
+    if config_name == "tower":
+        return Tower(cast(nn.NormName, mod)), lambda m: ((m, _TOWER[0]),)
     if mod not in ("", "plain", "all", *MODS):
         raise ValueError(f"{name!r}: {mod!r} is none of plain, all, {', '.join(MODS)}.")
     config = get_config(f"fp8_{config_name}")

@@ -5,8 +5,8 @@
 A tail writes E4M3 and its transpose forward, E5M2 backward, with the amax, as in
 training; "layer" and "rms" have gamma, "layer" beta, all have swish. For every shape,
 norm and pass: kernel time of each tile by JAX's profiler, over input sets that together
-exceed twice the L2, and its time over that of the block norm (`vs_block`). A tile of
-as many columns as a row has reads it once; a smaller one twice.
+exceed twice the L2, and its time over that of the block norm (`vs_block`). Norms of
+whole rows take two kernels, of statistics and of the tail.
 
 Needs a Hopper GPU and the extra triton.
 """
@@ -26,11 +26,9 @@ from loka_jax.fp8 import E4M3, E5M2
 from loka_jax.normed import Epilogue, NormName, NormResiduals, NormVectors
 from loka_jax.tails import Forms, Scale, Scaled
 from loka_jax.triton import tails
-from loka_jax.triton.launch import power_of_two
 from loka_jax.triton.tails import Tile
 
 _NORMS: tuple[NormName, ...] = ("block", "layer", "rms")
-_PROGRAMS = 264  # two for each SM, over which sums of rows are spread
 _LEAST_DB = 20.0  # E5M2 rounds to 2 bits: a wrong tail is far below
 
 
@@ -71,23 +69,12 @@ def main(arguments: Arguments) -> None:
             print_records(records)
 
 
-def tiles_of(m: int, n: int, norm: NormName) -> list[Tile]:
+def tiles_of(norm: NormName) -> list[Tile]:
     """Returns the tiles to time."""
-    if norm == "block":
-        sizes = [(64, 256, 16), (64, 256, 8), (32, 256, 8), (32, 256, 4), (16, 256, 4)]
-        return [Tile(*size) for size in sizes]
-    row = power_of_two(n)
-    looped = [(32, 128, 8), (32, 256, 8), (16, 256, 4), (16, 512, 8), (16, 1024, 8)]
-    held = [(4, row, 4), (4, row, 8), (8, row, 8), (8, row, 16), (16, row, 16)]
-    held += [(16, row, 32), (32, row, 32)]
-    tiles = [Tile(*size) for size in looped if size[1] < n]
-    before = [Tile(4, min(row, 1024), 4), Tile(8, min(row, 512), 4)]
-    ahead = [(64, 256, 8), (32, 256, 8), (32, 256, 4), (64, 128, 4)]
-    tiles += [Tile(*x, before=y) for x in ahead for y in before if x[1] < n]
-    for rows, columns, warps in held:
-        repeat = max(1, m // (rows * _PROGRAMS))
-        tiles += [Tile(rows, columns, warps, r) for r in {1, repeat}]
-    return tiles
+    sizes = [(32, 256, 8), (32, 256, 4), (64, 256, 8)]
+    if norm != "block":
+        sizes = [(64, 64, 4), (64, 128, 4), (64, 128, 8), (32, 128, 4), (128, 64, 8)]
+    return [Tile(*size) for size in sizes]
 
 
 def forms_of(m: int, n: int, norm: NormName) -> dict[str, dict[str, Form]]:
@@ -105,7 +92,7 @@ def forms_of(m: int, n: int, norm: NormName) -> dict[str, dict[str, Form]]:
         dz_scale_inv=scale,
     )
     passes = {"forward": {}, "backward": {}}
-    for name in (*tiles_of(m, n, norm), "xla"):
+    for name in (*tiles_of(norm), "xla"):
         by, how = (xla.tails, {}) if name == "xla" else (tails, dict(tile=name))
 
         def ahead(z, d, residuals, vectors, by=by, how=how):
@@ -117,7 +104,7 @@ def forms_of(m: int, n: int, norm: NormName) -> dict[str, dict[str, Form]]:
             out = by.norm_tail_backward([d], residuals, vectors, **backward, **how)
             return _numbers(out.dz), out.vectors
 
-        key = name if name == "xla" else str(dataclasses.astuple(name))
+        key = name if name == "xla" else str(tuple(name))
         for kind, run in (("forward", ahead), ("backward", back)):
             passes[kind][key] = Form(run, sets)
     for kind, forms in passes.items():

@@ -29,7 +29,7 @@ from loka_jax.dispatch.table import Entry
 from loka_jax.group import Cross, Dense, Group
 from loka_jax.measure.roofline import Roofline
 from loka_jax.nn import Site
-from loka_jax.nn.group import TUNED, WIDE
+from loka_jax.nn.group import WIDE
 from loka_jax.ops.group import why_not
 from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.site import BF16, Choice
@@ -59,9 +59,7 @@ class Known(NamedTuple):
 
     def joins(self, choice: Choice) -> bool:
         """Returns True if the site may run in its group by a recipe."""
-        if choice.provider != "xla" or self.site.spec.norm not in TUNED:
-            return False
-        return self.plan(choice).why_not is None
+        return choice.provider == "xla" and self.plan(choice).why_not is None
 
     def apart_us(self, decision: Decision) -> float:
         """Returns the time of the site by itself, or in a chain."""

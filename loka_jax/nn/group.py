@@ -10,7 +10,6 @@ from flax import linen
 from loka_jax import triton
 from loka_jax.group import Dense, Group, Member
 from loka_jax.nn.context import current
-from loka_jax.normed import NormName
 from loka_jax.ops.device import local_device
 from loka_jax.ops.group import run_group, why_not
 from loka_jax.ops.group_sites import LayerArrays
@@ -21,8 +20,6 @@ from loka_jax.site import Choice, Provider
 # The least size of a product of which a group has one by default. Narrow layers alone
 # are left to kernels that multiply and normalize at once.
 WIDE = 1024
-# The norms whose tails are tuned. Others run in a group where a module asks for it.
-TUNED: tuple[NormName, ...] = ("none", "block")
 
 
 class Within(NamedTuple):
@@ -54,8 +51,8 @@ def group_plans(
     """Returns the plans of the sites that run in a group; None for the others.
 
     A site does if its choice or the module's implementation says "group". By default
-    all sites of a group do that has a wide one, where the kernels of tails run and are
-    tuned; of a cross network only in FP8.
+    all sites of a group do that has a wide one, where the kernels of tails run; of a
+    cross network only in FP8.
 
     Args:
         group: all of it.
@@ -80,7 +77,7 @@ def _is_in_group(
     if implementation == "group" or isinstance(current().choices.get(path), Choice):
         return True
     sizes = [size for x in group.members for size in (x.spec.k, x.spec.n)]
-    if max(sizes) < WIDE or plan.spec.norm not in TUNED or not runs_tails():
+    if max(sizes) < WIDE or not runs_tails():
         return False
     return plan.choice.is_fp8 or isinstance(group.layer_of(path), Dense)
 

@@ -166,6 +166,23 @@ def store_sums(x, sums, row, column, of):
 
 @triton.jit
 @no_type_check
+def store_row_sums(x, tile, row, column, of):
+    """Writes sums over a tile's rows, its elements rounded to bfloat16.
+
+    They are a product with ones: sums over threads, in which most of a tile's rows lie,
+    would take as long as the tail itself. The rounding is that of the gradients that
+    the tail reads; where terms nearly cancel, see `store_sums`.
+    """
+    ones = tl.full((16, of.block_m), 1.0, tl.float32).to(tl.bfloat16)
+    sums = tl.dot(ones, tile.to(tl.bfloat16))
+    first = (tl.arange(0, 16) == 0)[:, None]
+    columns = (column + tl.arange(0, of.block_n))[None, :]
+    at = x.at + row // of.block_m * of.n + columns + tl.zeros((16, 1), tl.int32)
+    tl.store(at, sums, mask=first & (columns < of.n))
+
+
+@triton.jit
+@no_type_check
 def store_dots(dots, tile, vector, row, column, of):
     """Writes a tile's rows times a vector to the row of this column's number."""
     rows = row + tl.arange(0, of.block_m)
@@ -179,10 +196,12 @@ def store_dots(dots, tile, vector, row, column, of):
 def write(tile, out, scale_inv, row, column, of):
     """Writes a tile of a result in every form of a `Written`, and the tile's amax."""
     tile = cut(tile, row, column, of)
+    largest = _row_largest(tile)
     if out.bf16 is not None:
         store(out.bf16, tile, row, column, of.block_m, of.block_n)
     if out.fp8 is not None:
-        cast = tile * (1.0 / tl.load(scale_inv))
+        factor = 1.0 / tl.load(scale_inv)
+        cast = tile * (factor * _one_if_magnitudes(largest))[:, None]
         # NaN stays NaN.
         cast = tl.clamp(cast, -of.limit, of.limit, propagate_nan=tl.PropagateNan.ALL)
         cast = cast.to(out.fp8.at.dtype.element_ty)
@@ -193,16 +212,33 @@ def write(tile, out, scale_inv, row, column, of):
     if out.amaxes is not None:
         tiles_n: tl.constexpr = (of.out_n + of.block_n - 1) // of.block_n
         at = out.amaxes.at + row // of.block_m * tiles_n + column // of.block_n
-        _store_amax(at, tile)
+        amax = tl.max(largest, axis=0)
+        tl.store(at, amax.to(tl.float32, bitcast=True), mask=row < of.out_m)
 
 
 @triton.jit
 @no_type_check
-def _store_amax(amax, tile):
-    """Writes the largest magnitude of a tile.
+def one_of_rows(tile):
+    """Returns 1 for each row of a tile; what is multiplied by it is computed once.
+
+    Else Triton computes a tile, from its loads on, for each layout in which it is used:
+    it repeats what does not depend on a reduction, where that takes fewer bytes through
+    shared memory.
+    """
+    return _one_if_magnitudes(_row_largest(tile))
+
+
+@triton.jit
+@no_type_check
+def _one_if_magnitudes(bits):
+    return tl.where(bits < 0, 0.0, 1.0)
+
+
+@triton.jit
+@no_type_check
+def _row_largest(tile):
+    """Returns the largest magnitude of each row of a tile, as the bits of a float32.
 
     Of integers, in whose order a NaN lies above infinity: a maximum of floats drops it.
     """
-    bits = tile.to(tl.int32, bitcast=True) & _MAGNITUDE
-    largest = tl.max(tl.max(bits, axis=1), axis=0)
-    tl.store(amax, largest.to(tl.float32, bitcast=True))
+    return tl.max(tile.to(tl.int32, bitcast=True) & _MAGNITUDE, axis=1)

@@ -7,8 +7,7 @@ are written with zeros past their end: padding costs no pass of its own. Loads a
 stores take 16 bytes at a time where columns are multiples of 16.
 
 Columns that share a statistic of a norm are in one tile where that holds them. Else a
-program reads all tiles of its rows twice, the second time from the cache where that
-holds them.
+kernel before reads the rows for their statistics.
 """
 
 import dataclasses
@@ -50,25 +49,14 @@ _DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2")
 _MIN_COLUMNS = 16
 
 
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """The tunable parameters of a tail.
-
-    Attributes:
-        block_m, block_n: rows and columns of a program's tile, powers of two.
-        num_warps: warps of a program.
-        repeat: tiles, one below the other, of a program that sums over rows.
-        before: of a kernel that computes statistics of whole rows, where a tile holds
-            no row; None where a program does so itself, and reads its rows twice.
-    """
+class Tile(NamedTuple):
+    """The tunable parameters of a tail: rows, columns (powers of two), and warps."""
 
     block_m: int
     block_n: int
     num_warps: int
-    repeat: int = 1
-    before: "Tile | None" = None
 
-    def tiles(self, m: int, n: int) -> tuple[int, int]:
+    def counts(self, m: int, n: int) -> tuple[int, int]:
         """Returns how many tiles cover the rows and the columns of a matrix."""
         return math.ceil(m / self.block_m), math.ceil(n / self.block_n)
 
@@ -78,13 +66,9 @@ CROSS, CROSS_NARROW = Tile(64, 128, 4), Tile(64, 64, 4)
 GRADIENT, GRADIENT_NARROW = Tile(32, 128, 4), Tile(32, 64, 2)
 # The fastest on an H200 at 65,536 x 3,456, either way with a norm, of a cast without.
 BLOCK, NO_NORM = Tile(32, 256, 8), Tile(64, 128, 4)
-# Of whole rows: few, so that the cache holds what the running programs read twice, and
-# tiles that leave registers for two programs. Not timed yet.
-ROWS = Tile(32, 128, 8)
-# Of whole rows without vectors and activation: the fastest on an H100 at 16,384 x 2,048
-# where the transposed form is written, whose runs are as long as a tile has rows, and
-# where it is not.
-PLAIN_ROWS_TRANSPOSED, PLAIN_ROWS = Tile(32, 512, 8), Tile(16, 1024, 8)
+# Of whole rows, and of the kernel that computes their statistics: the fastest on an
+# H200 at 8,192 x 3,072.
+ROWS, STATISTICS = Tile(64, 64, 4), {"layer": Tile(4, 256, 4), "rms": Tile(8, 256, 4)}
 
 
 def why_not(m: int, n: int, *operands: Scaled | Array | None) -> str | None:
@@ -129,25 +113,22 @@ def norm_tail(
     rstd_shape = (blocks, run.m) if blocks > 1 else (run.m,)
     from loka_jax.triton import norm_tail_kernel  # not above: it imports Triton
 
-    tile = _tile(tile, epilogue, run.n, vectors, want)
-    given = dict(summands=tuple(summands), vectors=vectors, dropout=dropout)
-    given |= dict(scale_inv=y_scale_inv)
+    tile = _tile(tile, epilogue, run.n)
+    given: dict[str, Any] = dict(summands=tuple(summands), vectors=vectors)
+    given |= dict(dropout=dropout, scale_inv=y_scale_inv, mean=None, rate=None)
+    of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, dtype), epsilon=epilogue.epsilon)
+    if is_apart := _is_apart(epilogue, run.n, tile):
+        moments = norm_tail_kernel.norm_moments_kernel
+        given |= run.of_rows(moments, given, "mean", "rate", **of)
+    has_rstd = is_kept and is_norm and not is_apart
     out = dict(
         y=run.types(tile),
         xhat=_type(run.out_shape, dtype) if is_kept else None,
-        rstd=_type(rstd_shape) if is_kept and is_norm else None,
+        rstd=_type(rstd_shape) if has_rstd else None,
     )
-    of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, dtype), epsilon=epilogue.epsilon)
-    given |= dict(mean=None, rate=None)
-    if tile.before is not None:
-        rows = dict(mean=_type((run.m,)), rate=_type((run.m,)))
-        moments = norm_tail_kernel.norm_moments_kernel
-        given |= run(moments, tile.before, given, rows, **of)._asdict()
-        out["rstd"] = None
     out = run(norm_tail_kernel.norm_tail_kernel, tile, given, out, **of)
-    if tile.before is not None and is_kept:
-        out = out._replace(rstd=given["rate"])
-    residuals = NormResiduals(out.xhat, out.rstd) if is_kept else None
+    rstd = given["rate"] if is_apart else out.rstd
+    residuals = NormResiduals(out.xhat, rstd) if is_kept else None
     return NormTail(_written(out.y, y_scale_inv), residuals)
 
 
@@ -169,19 +150,18 @@ def norm_tail_backward(
     xhat, rstd = residuals
     run = _Run.of("norm_tail_backward", gradients[0].data, want, *gradients, xhat)
     of = _norm_constants(epilogue, run.n, vectors)
-    tile = _tile(tile, epilogue, run.n, vectors, want)
-    programs = math.ceil(tile.tiles(run.m, 1)[0] / tile.repeat)
+    tile = _tile(tile, epilogue, run.n)
+    programs, _ = tile.counts(run.m, 1)
     from loka_jax.triton import norm_tail_kernel
 
     sums = jax.tree.map(lambda _: _type((programs, run.n)), vectors)
     given = dict(gradients=tuple(gradients), xhat=xhat, rstd=rstd, vectors=vectors)
-    of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, xhat.dtype), repeat=tile.repeat)
-    kernel = norm_tail_kernel.norm_tail_backward_kernel
     given |= dict(dropout=dropout, scale_inv=dz_scale_inv, centre=None, along=None)
-    if tile.before is not None:
-        rows = dict(centre=_type((run.m,)), along=_type((run.m,)))
+    of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, xhat.dtype))
+    if _is_apart(epilogue, run.n, tile):
         projections = norm_tail_kernel.norm_projections_kernel
-        given |= run(projections, tile.before, given, rows, **of)._asdict()
+        given |= run.of_rows(projections, given, "centre", "along", **of)
+    kernel = norm_tail_kernel.norm_tail_backward_kernel
     out = run(kernel, tile, given, dict(dz=run.types(tile), sums=sums), **of)
     of_vectors = jax.tree.map(lambda parts: jnp.sum(parts, axis=0), out.sums)
     return NormTailGradients(_written(out.dz, dz_scale_inv), of_vectors)
@@ -206,7 +186,7 @@ def cross_tail(
     run = _Run.of("cross_tail", x0.data, want, *products, x0)
     is_narrow = has_row_sum or run.n % CROSS.block_n
     tile = tile or (CROSS_NARROW if is_narrow else CROSS)
-    tiles_m, tiles_n = tile.tiles(run.m, run.n)
+    tiles_m, tiles_n = tile.counts(run.m, run.n)
     from loka_jax.triton import cross_tail_kernel
 
     given = dict(outer=outer, summands=products, x0=x0, bias=bias, head=head)
@@ -249,7 +229,7 @@ def cross_gradient(
     flat = itertools.chain(*given, products, [x0])
     run = _Run.of("cross_gradient", products[0].data, Forms(shape=shape), *flat)
     tile = tile or (GRADIENT_NARROW if run.n % GRADIENT.block_n else GRADIENT)
-    tiles_m, _ = tile.tiles(run.m, 1)
+    tiles_m, _ = tile.counts(run.m, 1)
     from loka_jax.triton import cross_tail_kernel
 
     operands = dict(gradients=given, products=tuple(products), biases=tuple(biases))
@@ -331,32 +311,34 @@ class _Run:
             bf16=_type((m, n), jnp.bfloat16) if want.bf16 else None,
             fp8=_type((m, n), fp8) if want.fp8 is not None else None,
             fp8_t=_type((n, m), fp8) if want.transposed else None,
-            amaxes=_type((math.prod(tile.tiles(m, n)),)) if want.amax else None,
+            amaxes=_type((math.prod(tile.counts(m, n)),)) if want.amax else None,
         )
 
     def __call__(self, kernel: Any, tile: Tile, given: dict, out: Any, **of: Any):
         """Returns the results of a kernel, in the structure of `out`."""
-        out_m, out_n = self.out_shape
-        tiles_m, tiles_n = tile.tiles(out_m, out_n)
-        is_of_rows = of.get("norm") in ("layer", "rms")
-        if is_of_rows and of["features"] > tile.block_n and tile.before is None:
-            tiles_n = 1  # a program goes over all tiles of its rows
-        tiles_m = math.ceil(tiles_m / of.get("repeat", 1))
-        fp8 = self.want.fp8
+        grid = math.prod(tile.counts(*self.out_shape))
+        return self._launch(kernel, tile, given, out, grid, of)
+
+    def of_rows(self, kernel: Any, given: dict, *names: str, **of: Any) -> dict:
+        """Returns statistics of whole rows by name, each of shape (m,)."""
+        tile = STATISTICS[of["norm"]]
+        out = {name: _type((self.m,)) for name in names}
+        grid, _ = tile.counts(self.m, 1)
+        return self._launch(kernel, tile, given, out, grid, of)._asdict()
+
+    def _launch(
+        self, kernel: Any, tile: Tile, given: dict, out: Any, grid: int, of: dict
+    ):
+        (out_m, out_n), fp8 = self.out_shape, self.want.fp8
         constants = static(
             **dict(m=self.m, n=self.n, out_m=out_m, out_n=out_n),
             **dict(block_m=tile.block_m, block_n=tile.block_n),
             limit=1.0 if fp8 is None else fp8_max(fp8),
             **of,
         )
-        return launch_tree(
-            kernel,
-            static(**given),
-            static(**out) if isinstance(out, dict) else out,
-            constants,
-            grid=tiles_m * tiles_n,
-            num_warps=tile.num_warps,
-        )
+        out = static(**out) if isinstance(out, dict) else out
+        sizes = dict(grid=grid, num_warps=tile.num_warps)
+        return launch_tree(kernel, static(**given), out, constants, **sizes)
 
 
 def _type(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32):
@@ -390,9 +372,7 @@ def _xhat_scale(epilogue: Epilogue, n: int, dtype: DTypeLike) -> float:
     return 1 / xhat_scale_inv(epilogue.norm, n) if is_fp8 else 1.0
 
 
-def _tile(
-    tile: Tile | None, epilogue: Epilogue, n: int, vectors: NormVectors, want: Forms
-) -> Tile:
+def _tile(tile: Tile | None, epilogue: Epilogue, n: int) -> Tile:
     """Returns the tile of a launch, the fastest that is known if none is given."""
     norm = epilogue.norm
     columns = max(power_of_two(norm_features(norm, n)), _MIN_COLUMNS)
@@ -400,9 +380,13 @@ def _tile(
         if norm == "block" and tile.block_n != columns:
             raise ValueError(f"{tile} has {tile.block_n} columns, a block {columns}.")
         return tile
-    has_vectors = any(vector is not None for vector in vectors)
-    if norm in ("layer", "rms") and epilogue.activation == "none" and not has_vectors:
-        tile = PLAIN_ROWS_TRANSPOSED if want.transposed else PLAIN_ROWS
-    else:
-        tile = {"none": NO_NORM, "block": BLOCK}.get(norm, ROWS)
-    return dataclasses.replace(tile, block_n=min(columns, tile.block_n))
+    if norm in ("layer", "rms") and columns <= BLOCK.block_n:
+        return BLOCK._replace(block_n=columns)
+    tile = {"none": NO_NORM, "block": BLOCK}.get(norm, ROWS)
+    return tile._replace(block_n=min(columns, tile.block_n))
+
+
+def _is_apart(epilogue: Epilogue, n: int, tile: Tile) -> bool:
+    """Returns True if a tile does not hold the columns that share a statistic."""
+    norm = epilogue.norm
+    return norm != "none" and norm_features(norm, n) > tile.block_n

@@ -279,7 +279,7 @@ def test_dropout_is_served_and_neither_probe_nor_few_rows(calls):
         (1024, "block", HOPPER, [3]),
         (1008, "block", HOPPER, []),
         (1024, "block", None, []),
-        (1024, "layer", HOPPER, [1]),  # the linear end: other tails are not tuned
+        (1024, "layer", HOPPER, [3]),
     ],
 )
 def test_wide_layers_run_as_one_operation_where_kernels_of_tails_do(

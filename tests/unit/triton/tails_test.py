@@ -46,11 +46,8 @@ def test_what_is_given_is_read_and_what_lacks_is_absent(launches):
     [
         ("none", 600, "relu", True, True, (64, 128, 4), 5),
         ("block", 600, "none", False, True, (32, 256, 8), 2 * 3),
-        # A program has all tiles of its rows.
-        ("layer", 600, "relu", False, True, (32, 128, 8), 2),
         ("rms", 5, "none", True, True, (32, 16, 8), 2),
-        ("rms", 600, "none", False, True, (32, 512, 8), 2),
-        ("layer", 600, "none", False, False, (16, 1024, 8), 4),
+        ("layer", 600, "relu", False, True, (64, 64, 4), 10),
     ],
 )
 def test_a_tile_holds_what_shares_a_statistic(
@@ -60,9 +57,24 @@ def test_a_tile_holds_what_shares_a_statistic(
     want = Forms(fp8=E4M3, transposed=transposed, amax=True, padded=True)
     options = dict(epilogue=Epilogue(norm, activation), want=want)
     tails.norm_tail([z], vectors, **options, y_scale_inv=Scale(vector()))
-    (launch,) = launches
+    *before, launch = launches
     of = launch.given["of"]
     assert (of.block_m, of.block_n, launch.num_warps, launch.grid) == (*config, grid)
+    assert [x.kernel for x in before] == ["norm_moments_kernel"] * (norm == "layer")
+
+
+def test_statistics_of_whole_rows_are_read_by_the_tail(launches):
+    z, epilogue = Scaled(ones(64, 600)), Epilogue("rms", "relu")
+    residuals = tails.norm_tail([z], epilogue=epilogue, want=Forms()).residuals
+    moments, tail = launches
+    assert moments.grid == 8 and moments.given["of"].block_n == 256
+    assert tail.given["given"].rate is residuals.rstd
+    assert tail.given["out"].rstd is None
+    launches.clear()
+    tails.norm_tail_backward([z], residuals, epilogue=epilogue, want=Forms())
+    projections, tail = launches
+    assert projections.given["given"].along is None
+    assert tail.given["given"].along.shape == (64,)
 
 
 @pytest.mark.parametrize(
