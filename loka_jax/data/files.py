@@ -20,12 +20,18 @@ from loka_jax.data.parquet import read_parquet
 from loka_jax.data.text import read_text
 from loka_jax.options import did_you_mean
 
-_FORMATS = {
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".tab": "tsv",
-    ".parquet": "parquet",
-    ".pq": "parquet",
+_commas = functools.partial(read_text, delimiter=",")
+_tabs = functools.partial(read_text, delimiter="\t")
+# The readers of tables by the ending of their file.
+READERS: dict[str, Reader] = {
+    ".csv": _commas,
+    ".tsv": _tabs,
+    ".tab": _tabs,
+    ".parquet": read_parquet,
+    ".pq": read_parquet,
+    ".csv.gz": _commas,
+    ".tsv.gz": _tabs,
+    ".tab.gz": _tabs,
 }
 # Whole words only: `latest.csv` is not a test file.
 _WORDS = {
@@ -43,10 +49,10 @@ class Sources(NamedTuple):
     test: tuple[pathlib.Path, ...]
 
 
-def data_format(path: pathlib.Path) -> str | None:
-    """Returns the format that the file's name implies, or None."""
-    name = path.name.lower().removesuffix(".gz")
-    return _FORMATS.get(os.path.splitext(name)[1])
+def _by_ending(path: pathlib.Path) -> Reader | None:
+    """Returns the reader of files whose names end so, or None."""
+    name = path.name.lower()
+    return next((r for ending, r in READERS.items() if name.endswith(ending)), None)
 
 
 def existing(path: str | pathlib.Path) -> pathlib.Path:
@@ -109,8 +115,8 @@ def _in_folder(folder: pathlib.Path) -> Sources:
             splits[splits_of_file[0]].append(path)
     if not splits["train"]:
         raise ValueError(
-            f"{folder} has no data file (.csv, .tsv, .parquet, also .gz) with the word "
-            f"train in its name, only {listed(names) or 'other files'}: put it into "
+            f"{folder} has no data file ({', '.join(READERS)}) with the word train in "
+            f"its name, only {listed(names) or 'other files'}: put it into "
             "the names of all training files, or name a file with --data.path, which "
             "leaves out the others."
         )
@@ -119,7 +125,7 @@ def _in_folder(folder: pathlib.Path) -> Sources:
 
 def _may_be_data(path: pathlib.Path) -> bool:
     is_text = path.name.lower().removesuffix(".gz").endswith(".txt")
-    return is_text or data_format(path) is not None
+    return is_text or _by_ending(path) is not None
 
 
 def left_out(config: DataConfig, sources: Sources) -> tuple[str, ...]:
@@ -146,16 +152,14 @@ def reader_of(config: DataConfig, path: pathlib.Path) -> Reader:
     """
     if config.kind == "criteo":
         names = (CRITEO_LABEL, *CRITEO_DENSE, *CRITEO_CATEGORICAL)
-        return functools.partial(read_text, delimiter="\t", names=names)
-    kind = data_format(path)
-    if kind is None:
+        return functools.partial(_tabs, names=names)
+    reader = _by_ending(path)
+    if reader is None:
         raise ValueError(
-            f"{path} must end in .csv, .tsv (also .gz) or .parquet, so that its format "
-            "is known: rename it."
+            f"{path} must end in one of {', '.join(READERS)}, so that its format is "
+            "known: rename it."
         )
-    if kind == "parquet":
-        return read_parquet
-    return functools.partial(read_text, delimiter="\t" if kind == "tsv" else ",")
+    return reader
 
 
 # What changes whenever a file's contents do: size, the time of the last writing, which

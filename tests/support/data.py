@@ -4,8 +4,7 @@ import functools
 import pathlib
 
 from loka_jax.data import DataConfig, Position, open_data
-from loka_jax.data.parquet import read_parquet
-from loka_jax.data.text import read_text
+from loka_jax.data.files import reader_of
 
 HEADER = "click,price,age,user,item\n"
 
@@ -51,7 +50,9 @@ def rows_of(splits, split="train"):
 
 def read_in_small_parts(monkeypatch, block_bytes=500) -> None:
     """Makes blocks so small that the files of tests have several."""
-    for reader in (read_text, read_parquet):
-        small = functools.partial(reader, block_bytes=block_bytes)
-        monkeypatch.setattr(f"loka_jax.data.files.{reader.__name__}", small)
+
+    def in_small_parts(config, path):
+        return functools.partial(reader_of(config, path), block_bytes=block_bytes)
+
+    monkeypatch.setattr("loka_jax.data.split.reader_of", in_small_parts)
     monkeypatch.setattr("loka_jax.data.convert.PENDING_BYTES", 1200)
