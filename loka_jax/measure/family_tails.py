@@ -26,8 +26,8 @@ from loka_jax.normed import NO_VECTORS, Epilogue, NormVectors
 from loka_jax.tails import Dropout, Forms, Scaled
 from loka_jax.triton import tails
 
-# Terms of sums over rows are rounded to bfloat16, by 2^-9 of each; a term may be several
-# times the root mean square of the sums.
+# Terms of sums over rows are rounded to bfloat16, by 2^-9 of each; a term may be
+# several times the root mean square of the sums.
 _ROUNDED_TERMS = 2.0**-6
 # Both layouts, the amax, and zeros around: all that a tail may write.
 _FORWARD = Forms(fp8=E4M3, transposed=True, amax=True, shape=SHAPE, padded=True)

@@ -84,7 +84,11 @@ class ProbeConfig:
 
         def rows(width: int) -> Rows:
             norms = jnp.zeros((row_norms.BINS,), jnp.float32)
-            return Rows(moments.empty_moments(width), norms, tails.empty_tails())
+            return Rows(
+                moments=moments.empty_moments(width),
+                norms=norms,
+                tails=tails.empty_tails(),
+            )
 
         weight = Weight(matrix_normal.empty_weights(k, n), tails.empty_tails())
         errors = live_errors.empty_errors(len(self.recipes))
@@ -130,9 +134,9 @@ def merge(stats: SiteStats, batch: SiteStats, decay: float = 1.0) -> SiteStats:
     def rows(a: Rows, b: Rows) -> Rows:
         factor = jnp.where(b.moments.count > 0, decay, 1.0)
         return Rows(
-            moments.merge(a.moments, b.moments, factor),
-            factor * a.norms + b.norms,
-            tails.merge(a.tails, b.tails),
+            moments=moments.merge(a.moments, b.moments, factor),
+            norms=factor * a.norms + b.norms,
+            tails=tails.merge(a.tails, b.tails),
         )
 
     is_seen = batch.rhs.tails.count > 0
@@ -209,9 +213,9 @@ def _rows(earlier: Rows, x: Float[Array, "m k"], stored, axis_names) -> Rows:
         return jax.tree.map(jnp.zeros_like, earlier)
     norms = row_norms.norms_of(x, earlier.moments.mean)
     batch = Rows(
-        moments.moments_of(x, earlier.moments.scatter.shape[-1], axis_names),
-        jax.lax.psum(norms, axis_names),
-        _tails(earlier.tails, x, stored, axis_names),
+        moments=moments.moments_of(x, earlier.moments.scatter.shape[-1], axis_names),
+        norms=jax.lax.psum(norms, axis_names),
+        tails=_tails(earlier.tails, x, stored, axis_names),
     )
     # `_tails` returns a count of zero for rows that are not finite.
     is_finite = batch.tails.count > 0

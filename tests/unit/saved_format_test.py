@@ -3,13 +3,16 @@
 import dataclasses
 import json
 
+import jax
 import pytest
+from jax.tree_util import keystr
 
 from loka_jax import jsonfile, saved_format
 from loka_jax.data import DataConfig, Schema, open_data
 from loka_jax.data.config import SETTINGS
 from loka_jax.data.saved_encoding import digest_of, open_encoding
 from loka_jax.data.shards import MANIFEST, ShardWriter, open_shards
+from loka_jax.probe.site import ProbeConfig
 from loka_jax.train.checkpoints import manifest
 from loka_jax.train.folder.source_run import open_run
 from loka_jax.train.next_day import default_config
@@ -117,10 +120,20 @@ def test_the_form_of_a_checkpoint_has_this_number():
     forms = [
         " ".join(x.name for x in dataclasses.fields(p)) for p in (Progress, TrainState)
     ]
+    site = jax.eval_shape(lambda: ProbeConfig().init(6, 4, 10))  # of 6 and 10 features
+    statistics, _ = jax.tree_util.tree_flatten_with_path(site)
+    shapes = (f"{keystr(at)[1:]}{[*x.shape]}" for at, x in statistics)
+    forms.append(" ".join(shapes).replace(", ", ","))
     assert (saved_format.RUN, *forms) == (
         10,
         "step position examples seconds plateau best changes returns drift "
         "unsafe broken replanned guard scale_watch days",
         "step params fp8 batch_stats probe opt_state table row_state lr_scale skipped "
         "skipped_in_a_row bad_ids grad_norm metrics",
+        "lhs.moments.count[] lhs.moments.mean[4] lhs.moments.scatter[1,4,4] "
+        "lhs.norms[160] lhs.tails.values[10] rhs.normal.steps[] rhs.normal.moves[] "
+        "rhs.normal.mean[4,10] rhs.normal.rows[1,4,4] rhs.normal.columns[1,10,10] "
+        "rhs.tails.values[10] g.moments.count[] g.moments.mean[10] "
+        "g.moments.scatter[1,10,10] g.norms[160] g.tails.values[10] errors.steps[] "
+        "errors.sums[3,3,3,4]",
     )
