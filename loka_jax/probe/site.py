@@ -17,11 +17,11 @@ from jaxtyping import Array, Float
 from loka_jax import fp8
 from loka_jax.fp8 import E4M3
 from loka_jax.options import require
-from loka_jax.probe import live_errors, matrix_normal, moments, row_norms, tails
+from loka_jax.probe import elements, live_errors, matrix_normal, moments, row_norms
+from loka_jax.probe.elements import Elements
 from loka_jax.probe.live_errors import LiveErrors, Operands
 from loka_jax.probe.matrix_normal import MatrixNormal
 from loka_jax.probe.moments import Moments
-from loka_jax.probe.tails import Tails
 from loka_jax.recipe import Recipe, get_recipe
 
 
@@ -34,14 +34,14 @@ class Rows(NamedTuple):
 
     moments: Moments
     norms: Float[Array, "bins"]
-    tails: Tails
+    elements: Elements
 
 
 class Weight(NamedTuple):
-    """The distribution of a weight over the steps, and the tails of the last one."""
+    """The distribution of a weight over the steps, and the last one's elements."""
 
     normal: MatrixNormal
-    tails: Tails
+    elements: Elements
 
 
 class SiteStats(NamedTuple):
@@ -87,10 +87,10 @@ class ProbeConfig:
             return Rows(
                 moments=moments.empty_moments(width),
                 norms=norms,
-                tails=tails.empty_tails(),
+                elements=elements.empty_elements(),
             )
 
-        weight = Weight(matrix_normal.empty_weights(k, n), tails.empty_tails())
+        weight = Weight(matrix_normal.empty_weights(k, n), elements.empty_elements())
         errors = live_errors.empty_errors(len(self.recipes))
         return SiteStats(rows(k), weight, rows(n), errors)
 
@@ -119,7 +119,7 @@ class ProbeConfig:
         )
         return SiteStats(
             lhs=_rows(stats.lhs, lhs, of_lhs, axis_names),
-            rhs=Weight(normal, _tails(stats.rhs.tails, rhs, of_rhs, ())),
+            rhs=Weight(normal, _elements(stats.rhs.elements, rhs, of_rhs, ())),
             g=_rows(stats.g, g, of_g, axis_names),
             errors=errors,
         )
@@ -136,14 +136,14 @@ def merge(stats: SiteStats, batch: SiteStats, decay: float = 1.0) -> SiteStats:
         return Rows(
             moments=moments.merge(a.moments, b.moments, factor),
             norms=factor * a.norms + b.norms,
-            tails=tails.merge(a.tails, b.tails),
+            elements=elements.merge(a.elements, b.elements),
         )
 
-    is_seen = batch.rhs.tails.count > 0
-    last = jnp.where(is_seen, batch.rhs.tails.values, stats.rhs.tails.values)
+    is_seen = batch.rhs.elements.count > 0
+    last = jnp.where(is_seen, batch.rhs.elements.values, stats.rhs.elements.values)
     return SiteStats(
         lhs=rows(stats.lhs, batch.lhs),
-        rhs=Weight(batch.rhs.normal, Tails(last)),
+        rhs=Weight(batch.rhs.normal, Elements(last)),
         g=rows(stats.g, batch.g),
         errors=live_errors.merge(stats.errors, batch.errors, decay),
     )
@@ -215,22 +215,22 @@ def _rows(earlier: Rows, x: Float[Array, "m k"], stored, axis_names) -> Rows:
     batch = Rows(
         moments=moments.moments_of(x, earlier.moments.scatter.shape[-1], axis_names),
         norms=jax.lax.psum(norms, axis_names),
-        tails=_tails(earlier.tails, x, stored, axis_names),
+        elements=_elements(earlier.elements, x, stored, axis_names),
     )
-    # `_tails` returns a count of zero for rows that are not finite.
-    is_finite = batch.tails.count > 0
+    # `_elements` returns a count of zero for rows that are not finite.
+    is_finite = batch.elements.count > 0
     return jax.tree.map(lambda value: jnp.where(is_finite, value, 0.0), batch)
 
 
-def _tails(
-    earlier: Tails, x: Array, stored: Float[Array, ""], axis_names: tuple[str, ...]
-) -> Tails:
-    """Returns the tails of an operand, empty if it is not finite."""
+def _elements(
+    earlier: Elements, x: Array, stored: Float[Array, ""], axis_names: tuple[str, ...]
+) -> Elements:
+    """Returns the statistics of an operand's elements, of none if it is not finite."""
     if x.size == 0:
-        return tails.empty_tails()
-    amax = fp8.amax_over_devices(tails.amax_of(x), axis_names)
+        return elements.empty_elements()
+    amax = fp8.amax_over_devices(elements.amax_of(x), axis_names)
     current = fp8.compute_scale_inv(amax, E4M3)
     cast = fp8.cast(x, jnp.where(stored > 0, stored, current), E4M3)
-    batch = tails.tails_of(x, cast, centre=earlier.mean, axis_names=axis_names)
+    batch = elements.elements_of(x, cast, centre=earlier.mean, axis_names=axis_names)
     is_finite = jnp.all(jnp.isfinite(batch.values))
-    return Tails(jnp.where(is_finite, batch.values, 0.0))
+    return Elements(jnp.where(is_finite, batch.values, 0.0))

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from loka_jax.probe.elements import Elements
 from loka_jax.probe.site import SiteStats
-from loka_jax.probe.tails import Tails
 
 # Fewest rows per feature, and fewest weights, for trustworthy covariances.
 _ROWS_PER_FEATURE, _LEAST_WEIGHTS = 10, 20
@@ -20,9 +20,9 @@ def summarize(stats: SiteStats) -> dict[str, dict[str, Any]]:
         rows = getattr(stats, name)
         values = _spectrum(rows.moments.covariance, width)
         rank = {"effective_rank": _effective_rank(values)}
-        summary[name] = _described(rows.tails, values) | rank
+        summary[name] = _described(rows.elements, values) | rank
     values = _spectrum(stats.rhs.normal.rows, k)
-    return summary | {"rhs": _described(stats.rhs.tails, values)}
+    return summary | {"rhs": _described(stats.rhs.elements, values)}
 
 
 def warnings_of(path: str, stats: SiteStats) -> list[str]:
@@ -44,11 +44,13 @@ def warnings_of(path: str, stats: SiteStats) -> list[str]:
     return warnings
 
 
-def _described(tails: Tails, spectrum: np.ndarray) -> dict[str, Any]:
-    """Returns the tails, and some of the spectrum, spread evenly over its ranks."""
+def _described(elements: Elements, spectrum: np.ndarray) -> dict[str, Any]:
+    """Returns statistics of elements, and of the spectrum ranks at equal distances."""
     count = min(len(spectrum), _SPECTRUM_POINTS)
     places = np.linspace(0, len(spectrum) - 1, count).astype(int)
-    told = {name: float(x) for name, x in tails.read().items() if name != "last_amax"}
+    told = {
+        name: float(x) for name, x in elements.read().items() if name != "last_amax"
+    }
     return told | {"spectrum": spectrum[places].tolist()}
 
 

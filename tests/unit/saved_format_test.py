@@ -131,9 +131,9 @@ def test_the_form_of_a_checkpoint_has_this_number():
         "step params fp8 batch_stats probe opt_state table row_state lr_scale skipped "
         "skipped_in_a_row bad_ids grad_norm metrics",
         "lhs.moments.count[] lhs.moments.mean[4] lhs.moments.scatter[1,4,4] "
-        "lhs.norms[160] lhs.tails.values[10] rhs.normal.steps[] rhs.normal.moves[] "
+        "lhs.norms[160] lhs.elements.values[10] rhs.normal.steps[] rhs.normal.moves[] "
         "rhs.normal.mean[4,10] rhs.normal.rows[1,4,4] rhs.normal.columns[1,10,10] "
-        "rhs.tails.values[10] g.moments.count[] g.moments.mean[10] "
-        "g.moments.scatter[1,10,10] g.norms[160] g.tails.values[10] errors.steps[] "
+        "rhs.elements.values[10] g.moments.count[] g.moments.mean[10] "
+        "g.moments.scatter[1,10,10] g.norms[160] g.elements.values[10] errors.steps[] "
         "errors.sums[3,3,3,4]",
     )

@@ -90,7 +90,7 @@ def amaxes(state: TrainState) -> dict[str, float]:
     """Returns the amaxes of the batch observed last, by site and operand."""
     return _by_operand(
         {
-            path: [getattr(stats, x).tails.read()["last_amax"] for x in OPERANDS]
+            path: [getattr(stats, x).elements.read()["last_amax"] for x in OPERANDS]
             for path, stats in by_path(state.probe).items()
         }
     )

@@ -149,17 +149,17 @@ MISTAKES = [
     ),
     Mistake(
         "the third moment is merged with the shares swapped",
-        f"{_PROBE}/tails.py",
+        f"{_PROBE}/elements.py",
         "3 * d * (p * b2 - q * a2)",
         "3 * d * (q * b2 - p * a2)",
-        "unit/probe/tails_test.py",
+        "unit/probe/elements_test.py",
     ),
     Mistake(
         "the last amax of devices is that of the last device",
-        f"{_PROBE}/tails.py",
+        f"{_PROBE}/elements.py",
         "amax = fp8.amax_over_devices(amax_of(x), axis_names)",
         "amax = amax_of(x)",
-        "unit/probe/tails_test.py",
+        "unit/probe/elements_test.py",
     ),
     Mistake(
         "the columns of a weight are whitened by its rows before these are updated",
@@ -183,10 +183,10 @@ MISTAKES = [
         "unit/probe/live_errors_test.py",
     ),
     Mistake(
-        "tails of a weight are those of the first one",
+        "elements of a weight are those of the first one",
         f"{_PROBE}/site.py",
-        "jnp.where(is_seen, batch.rhs.tails.values, stats.rhs.tails.values)",
-        "jnp.where(is_seen, stats.rhs.tails.values, batch.rhs.tails.values)",
+        "jnp.where(is_seen, batch.rhs.elements.values, stats.rhs.elements.values)",
+        "jnp.where(is_seen, stats.rhs.elements.values, batch.rhs.elements.values)",
         "unit/probe/site_test.py",
     ),
     Mistake(

@@ -137,10 +137,10 @@ MISTAKES = [
         "whole/triton/tails_test.py",
     ),
     Mistake(
-        "a program of whole rows is launched for each of their tiles",
+        "a tail computes statistics of a part of a row",
         "loka_jax/triton/tails.py",
-        "            tiles_n = 1  # a program",
-        "            tiles_n = tiles_n  # a program",
+        '    return norm != "none" and norm_features(norm, n) > tile.block_n',
+        '    return norm != "none" and norm_features(norm, n) > 1024 * tile.block_n',
         "unit/triton/tails_test.py",
     ),
     Mistake(

@@ -7,8 +7,8 @@ import pytest
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import Decision, Limits
 from loka_jax.measure.intervals import Interval, interval
+from loka_jax.probe.elements import Elements
 from loka_jax.probe.site import ProbeConfig
-from loka_jax.probe.tails import Tails
 from loka_jax.recipe import ROLES, get_recipe
 from loka_jax.site import BF16, Choice
 from loka_jax.survey import sensitivity, summary
@@ -77,8 +77,8 @@ def test_statistics_are_summarized():
     scatter = np.diag([9.0, 1.0, 4.0, 0.0])[None] * 99
     values = {"count": 100.0, "mean": np.array([3.0, 0, 4.0, 0]), "scatter": scatter}
     moments = stats.lhs.moments._replace(**values)
-    tails = Tails(np.array([10.0, *range(2, 11)]))
-    stats = stats._replace(lhs=stats.lhs._replace(moments=moments, tails=tails))
+    elements = Elements(np.array([10.0, *range(2, 11)]))
+    stats = stats._replace(lhs=stats.lhs._replace(moments=moments, elements=elements))
     lhs = summary.summarize(stats)["lhs"]
     np.testing.assert_allclose(lhs.pop("spectrum"), [9.0, 4.0, 1.0, 0.0])
     expected = {"effective_rank": 14**2 / (81 + 16 + 1)}

@@ -1,4 +1,4 @@
-"""Tails of operands against numpy in float64."""
+"""Statistics of elements against numpy in float64."""
 
 import functools
 
@@ -8,27 +8,27 @@ import numpy as np
 import pytest
 
 from loka_jax import fp8
-from loka_jax.probe import tails
-from loka_jax.probe.tails import empty_tails, tails_of
+from loka_jax.probe import elements
+from loka_jax.probe.elements import elements_of, empty_elements
 
 
 @jax.jit
 def _of(x, centre=0.0):
-    return tails_of(x, fp8.cast(x, 1.0, fp8.E4M3), centre=centre)
+    return elements_of(x, fp8.cast(x, 1.0, fp8.E4M3), centre=centre)
 
 
-_merge = jax.jit(tails.merge)
+_merge = jax.jit(elements.merge)
 
 
 @jax.jit
 def _of_cast(x, scale_inv):
-    """Returns the tails of an array and of its cast by a scale."""
-    return tails_of(x, fp8.cast(x, scale_inv, fp8.E4M3))
+    """Returns the statistics of an array and of its cast by a scale."""
+    return elements_of(x, fp8.cast(x, scale_inv, fp8.E4M3))
 
 
 @jax.jit
 def _statistics(x):
-    """Returns what a `Tails` says."""
+    """Returns what an `Elements` says."""
     return {"count": x.count, **x.read()}
 
 
@@ -38,7 +38,7 @@ def _skewed(*shape, seed=0):
 
 
 def _check(found, x, rtol=1e-4):
-    """Asserts that tails are those of the elements of an array."""
+    """Asserts that statistics are those of the elements of an array."""
     found, x = _statistics(found), x.astype(np.float64).ravel()
     kurtosis = np.mean((x - x.mean()) ** 4) / x.var() ** 2
     expected = x.size, x.mean(), x.std(), kurtosis, np.abs(x).max()
@@ -47,16 +47,16 @@ def _check(found, x, rtol=1e-4):
 
 
 @pytest.mark.parametrize("shift", [0.0, -5.0], ids=["positive", "negative"])
-def test_elements_in_parts_give_the_tails_of_all(shift):
+def test_elements_in_parts_give_the_elements_of_all(shift):
     x = _skewed(60, 5) + np.float32(shift)
     x[:20] *= 3  # parts of other means and spreads
-    found = empty_tails()
+    found = empty_elements()
     for part in np.split(x, [20, 25]):
         found = _merge(found, _of(part, found.mean))
     _check(found, x)
     np.testing.assert_allclose(_statistics(found)["last_amax"], np.abs(x[25:]).max())
     # An empty batch changes nothing.
-    chex.assert_trees_all_close(_merge(found, empty_tails()), found, rtol=1e-6)
+    chex.assert_trees_all_close(_merge(found, empty_elements()), found, rtol=1e-6)
 
 
 def test_a_centre_near_the_mean_keeps_the_digits_of_what_is_far_from_zero():
@@ -64,12 +64,12 @@ def test_a_centre_near_the_mean_keeps_the_digits_of_what_is_far_from_zero():
     _check(_of(x, np.float32(3001)), x, rtol=1e-3)
 
 
-def test_devices_together_give_the_tails_of_all():
+def test_devices_together_give_the_elements_of_all():
     x = _skewed(3, 20, 5) * np.float32([3, 9, 1])[:, None, None]
 
     @functools.partial(jax.vmap, axis_name="data", out_axes=None)
     def together(x):
-        return tails_of(x, fp8.cast(x, 0.1, fp8.E4M3), axis_names=("data",))
+        return elements_of(x, fp8.cast(x, 0.1, fp8.E4M3), axis_names=("data",))
 
     found = jax.jit(together)(x)
     _check(found, x)

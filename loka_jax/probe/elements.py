@@ -1,4 +1,4 @@
-"""Tail statistics of an operand, and the effect of an FP8 cast on its extremes.
+"""Statistics of an operand's elements, and the effect of an FP8 cast on its extremes.
 
 Over all elements, by central moments that can be merged (Pebay 2008):
 
@@ -27,7 +27,7 @@ _FIELDS = (
 _NO_VARIANCE = 1e-6
 
 
-class Tails(NamedTuple):
+class Elements(NamedTuple):
     """Statistics of all elements seen so far, in the order of `_FIELDS`."""
 
     values: Float[Array, "10"]
@@ -64,19 +64,19 @@ class Tails(NamedTuple):
         }
 
 
-def empty_tails() -> Tails:
-    """Returns the tails of no elements."""
-    return Tails(jnp.zeros((len(_FIELDS),), jnp.float32))
+def empty_elements() -> Elements:
+    """Returns the statistics of no elements."""
+    return Elements(jnp.zeros((len(_FIELDS),), jnp.float32))
 
 
-def tails_of(
+def elements_of(
     x: Float[Array, "m k"],
     cast: Fp8Array,
     *,
     centre: Float[Array, ""] | float = 0.0,
     axis_names: tuple[str, ...] = (),
-) -> Tails:
-    """Returns the tails of an array that is not empty, and the effects of its cast.
+) -> Elements:
+    """Returns the statistics of a non-empty array, and the effects of its cast.
 
     Args:
         centre: the point about which powers are summed: near the mean, if the mean is
@@ -97,7 +97,7 @@ def tails_of(
     amax = fp8.amax_over_devices(amax_of(x), axis_names)
     ratio = amax / jnp.max(reach)
     values = (centre + d, m2, m3, m4, amax, amax, flushed, clipped, ratio)
-    return Tails(jnp.stack([count, *values]))
+    return Elements(jnp.stack([count, *values]))
 
 
 def amax_of(x: Float[Array, "m k"]) -> Float[Array, ""]:
@@ -105,8 +105,8 @@ def amax_of(x: Float[Array, "m k"]) -> Float[Array, ""]:
     return fp8.amax(fp8.amax(x, axes=(1,)))
 
 
-def merge(a: Tails, b: Tails) -> Tails:
-    """Returns the tails of the elements of both; `b` is the later one."""
+def merge(a: Elements, b: Elements) -> Elements:
+    """Returns the statistics of the elements of both; `b` is the later one."""
     count_a, mean_a, a2, a3, a4, amax_a, last_a, *rates_a, ratio_a = a.values
     count_b, mean_b, b2, b3, b4, amax_b, last_b, *rates_b, ratio_b = b.values
     n = jnp.maximum(count_a + count_b, 1)
@@ -128,7 +128,7 @@ def merge(a: Tails, b: Tails) -> Tails:
         *(x + y for x, y in zip(rates_a, rates_b, strict=True)),
         jnp.where(has_b, ratio_b, ratio_a),
     )
-    return Tails(jnp.stack(merged))
+    return Elements(jnp.stack(merged))
 
 
 def _sums(*terms: Array) -> Float[Array, "t"]:
