@@ -36,9 +36,11 @@ _F32_BYTES, _BF16_BYTES, _FP8_BYTES = 4, 2, 1
 _LAUNCH = 2.9  # times an empty kernel
 _PASSES = 1.2  # times at the copy rate
 # Kernels of a layer: products, passes, and their sums; in FP8 the cast of its weight,
-# too. Of a cross layer's product: in training its weight's cast as well. Of a cross
-# network: what reads and joins features, makes their gradient and next states.
+# too; of a norm of whole rows its statistics. Of a cross layer's product: in training
+# its weight's cast as well. Of a cross network: what reads and joins features, makes
+# their gradient and next states.
 _OF_DENSE = {"training": 7, "inference": 2}
+_OF_STATISTICS = {"training": 2, "inference": 1}
 _OF_CROSSED = {"training": 9, "inference": 2}
 _OF_CROSS = {"training": 10, "inference": 1}
 # Bytes of an element of the features: of a cross layer between its products by XLA
@@ -104,7 +106,8 @@ def dense_us(
     m, k, n = spec.m, spec.k, spec.n
     casts_weight = pass_name == "training" and any(map(recipe.gemm, ROLES))
     us = _products_us(spec, recipe, pass_name, roofline)
-    us += _launches_us(_OF_DENSE[pass_name] + casts_weight, roofline)
+    statistics = _OF_STATISTICS[pass_name] * spec.has_affine
+    us += _launches_us(_OF_DENSE[pass_name] + casts_weight + statistics, roofline)
     moved = m * k * (_BF16_BYTES + written_bytes("lhs", recipe, pass_name))
     again = m * n * spec.has_affine
     moved += again * _BF16_BYTES
