@@ -40,7 +40,7 @@ from tests.support import predict
 from tests.support import train as support
 
 NAMES = ("bf16", "fp8", "mesh", "resumed")
-STOPPED_IN = (7, 12)  # steps of `resumed`; it goes on with the next ones
+STOPPED_IN = (7, 12)  # steps in which `resumed` is stopped
 _PRINTED = "printed.txt"
 
 
