@@ -1,0 +1,246 @@
+"""Groups and sites found in models that others wrote call by call."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+
+from loka_jax import nn
+from loka_jax.group import Group
+from loka_jax.nn import OVERWRITE_WITH_GRADIENT as STATES
+from loka_jax.nn.follow import following
+from loka_jax.nn.program import Origin, read_program
+from loka_jax.site import Choice
+from tests.support.nn import DELAYED, initialized, listed, rounded
+
+KEY = jax.random.key(0)
+pytestmark = pytest.mark.usefixtures("as_users_do")
+
+
+class CallByCall(linen.Module):
+    """A DLRM's dense part: layers by hand, features joined between two MLPs."""
+
+    @linen.compact
+    def __call__(self, x):
+        for n in (64, 32):
+            x = linen.relu(linen.Dense(n)(x))
+        x = jnp.concatenate([x, jnp.sin(x)], axis=-1)
+        for n in (64, 32):
+            x = linen.relu(linen.Dense(n)(x))
+        return linen.Dense(1, name="head")(x)[:, 0]
+
+
+class ResNet(linen.Module):
+    """Residuals after relu, a norm after that."""
+
+    @linen.compact
+    def __call__(self, x):
+        x = linen.relu(linen.Dense(32)(x))
+        for _ in range(2):
+            x = linen.LayerNorm()(x + linen.relu(linen.Dense(32)(x)))
+        return linen.Dense(1, name="head")(x)[:, 0]
+
+
+class Cross(linen.Module):
+    """A cross network by products with parameters of its own."""
+
+    @linen.compact
+    def __call__(self, x):
+        x0, init = x, linen.initializers.lecun_normal()
+        for i in range(2):
+            v = self.param(f"v_{i}", init, (32, 16))
+            u = self.param(f"u_{i}", init, (16, 32))
+            b = self.param(f"b_{i}", linen.initializers.normal(), (32,))
+            x = x0 * (jnp.matmul(jnp.matmul(x, v), u) + b) + x
+        return linen.Dense(1, name="head")(x)[:, 0]
+
+
+class PreNorm(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        h = linen.LayerNorm()(x)
+        x = x + linen.MultiHeadDotProductAttention(num_heads=2, name="attention")(h)
+        h = linen.gelu(linen.Dense(64, name="up")(linen.LayerNorm()(x)))
+        return x + linen.Dense(32, name="down")(h), None
+
+
+class Transformer(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        blocks = linen.scan(
+            linen.remat(PreNorm),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=2,
+        )
+        x, _ = blocks(name="blocks")(x.reshape(4, 8, 32), None)
+        table = linen.Embed(48, 32, name="table")
+        return table.attend(linen.RMSNorm()(x)).reshape(32, 48)[:, 0]
+
+
+MODELS = [CallByCall(), ResNet(), Cross(), Transformer()]
+X = rounded(32, 32)
+
+
+def loss(model, variables, x):
+    return jnp.sum(jnp.sin(jnp.asarray(model.apply(variables, x), jnp.float32)))
+
+
+@pytest.mark.parametrize("plain", MODELS, ids=lambda m: type(m).__name__)
+def test_values_and_gradients_are_those_as_written(plain):
+    model = nn.convert(plain, recipe="f32")
+    variables = initialized(plain, X)
+
+    @jax.jit
+    def both(variables, x):
+        run = [functools.partial(loss, m) for m in (plain, model)]
+        return [jax.value_and_grad(f, argnums=(0, 1))(variables, x) for f in run]
+
+    expected, found = both(variables, X)
+    scale = max(np.abs(x).max() for x in jax.tree.leaves(expected))
+    for a, b in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("plain", MODELS, ids=lambda m: type(m).__name__)
+def test_delayed_scales_are_of_every_site_and_change(plain):
+    model = nn.convert(plain, recipe=DELAYED, skip="head" if plain != MODELS[3] else ())
+    variables = model.init(KEY, X)
+    sites = [x for x in nn.list_sites(model, X) if x.is_fp8]
+    states = jax.jit(jax.grad(lambda v: loss(model, v, X)))(variables)[STATES]
+    tables = jax.tree.leaves(states)
+    assert len(tables) == len({x.path for x in sites})
+    assert all(np.all(np.max(table, axis=-1) > 0) for table in tables)
+
+
+def layers_of(group: Group):
+    return [
+        (
+            None if layer.member is None else layer.member.path,
+            layer.norm.norm,
+            layer.norm.activation,
+            layer.residual is not None,
+        )
+        for layer in group.layers
+    ]
+
+
+def test_groups_are_found_in_code():
+    sites = listed(nn.convert(CallByCall(), skip="head"), X)
+    assert layers_of(sites["Dense_1"].group) == [
+        ("Dense_0", "none", "relu", False),
+        ("Dense_1", "none", "relu", False),
+    ]
+    assert "Dense_1" not in [x.path for x in sites["Dense_2"].group.members]
+    sites = listed(nn.convert(Transformer()), X)
+    block = "blocks"
+    assert layers_of(sites[f"{block}/up"].group) == [
+        (f"{block}/attention/out", "none", "none", True),
+        (None, "layer", "none", False),
+        (f"{block}/up", "none", "gelu", False),
+        (f"{block}/down", "none", "none", True),
+    ]
+    heads = [f"{block}/attention/{name}" for name in ("query", "key", "value")]
+    layers = layers_of(sites[heads[0]].group)
+    assert layers[0] == (None, "layer", "none", False)
+    assert [path for path, *_ in layers[1:]] == heads
+
+
+@pytest.mark.parametrize("plain", [MODELS[0], MODELS[3]], ids=["mlp", "transformer"])
+def test_a_group_computes_what_its_sites_do(plain):
+    model = nn.convert(plain, recipe="bf16")
+    variables = initialized(plain, X)
+    sites = [x for x in nn.list_sites(model, X) if x.group is not None]
+    grouped = {x.path: Choice.parse("group bf16") for x in sites}
+    planned = nn.Planned(model, tuple(grouped.items()))
+    assert all(x.in_group for x in nn.list_sites(planned, X) if x.path in grouped)
+    models = plain, model, planned
+    run = [jax.grad(functools.partial(loss, m)) for m in models]
+    exact, apart, found = jax.jit(lambda v: [f(v, X) for f in run])(variables)
+    largest = max(np.linalg.norm(x) for x in jax.tree.leaves(exact))
+    for x, y, z in zip(*map(jax.tree.leaves, (exact, apart, found)), strict=True):
+        rounding = np.linalg.norm(x - y) + 2.0**-8 * np.linalg.norm(x)
+        assert np.linalg.norm(x - z) < 3 * rounding + 2.0**-10 * largest
+
+
+@pytest.mark.parametrize("plain", MODELS, ids=lambda m: type(m).__name__)
+def test_every_product_is_listed_with_its_share(plain):
+    sites = nn.list_sites(nn.convert(plain), X)
+    assert sum(x.share for x in sites) == pytest.approx(1)
+    jaxpr = jax.make_jaxpr(plain.apply)(initialized(plain, X), X)
+    assert sum(x.count for x in sites) == _count(jaxpr.jaxpr)
+
+
+def _count(jaxpr, times=1):
+    total = 0
+    for eqn in jaxpr.eqns:
+        total += times * (eqn.primitive.name == "dot_general")
+        steps = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        total += sum(
+            _count(x, steps) for x in jax.extend.core.jaxprs_in_params(eqn.params)
+        )
+    return total
+
+
+def layer_norm(x, g, b):
+    mean = jnp.mean(x, -1, keepdims=True)
+    var = jnp.mean((x - mean) ** 2, -1, keepdims=True)
+    return (x - mean) / jnp.sqrt(var + 1e-5) * g + b
+
+
+def rms_norm(x, g, b):
+    del b
+    return (
+        x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 0.01) * (1 + g)
+    )
+
+
+FOLLOWS = {
+    "relu": [lambda x: jnp.maximum(x, 0), lambda x: jnp.where(x > 0, x, 0)],
+    "swish": [
+        linen.swish,
+        lambda x: x * linen.sigmoid(x),
+        lambda x: x / (1 + jnp.exp(-x)),
+    ],
+    "gelu": [linen.gelu],
+    "exact gelu": [
+        functools.partial(linen.gelu, approximate=False),
+        lambda x: x * (1 + jax.scipy.special.erf(x * np.float32(0.5**0.5))) / 2,
+    ],
+    "tanh": [jnp.tanh],
+    "sigmoid": [linen.sigmoid, lambda x: 1 / (1 + jnp.exp(-x))],
+    "hard_swish": [linen.hard_swish],
+}
+
+
+def found(function, *vectors):
+    x = jnp.ones((4, 24))
+    closed = jax.make_jaxpr(function)(x, *vectors)
+    origins = [None, *(Origin(("params", str(i))) for i, _ in enumerate(vectors))]
+    program = read_program(closed.jaxpr, origins)
+    value = program.inputs[0]
+    return [x for x in following(value, 1) if x.is_alone and x.end.is_output]
+
+
+@pytest.mark.parametrize("name", FOLLOWS)
+def test_activations_are_known_by_what_they_compute(name):
+    for function in FOLLOWS[name]:
+        assert [(x.kind, x.name) for x in found(function)] == [("activation", name)]
+    (bias,) = found(lambda x, b: x + b, jnp.ones(24))
+    assert bias.kind == "bias"
+    assert not found(lambda x, b: x + 2 * b + x, jnp.ones(24))
+
+
+@pytest.mark.parametrize(
+    "function, name, epsilon", [(layer_norm, "layer", 1e-5), (rms_norm, "rms", 0.01)]
+)
+def test_norms_are_known_by_what_they_compute(function, name, epsilon):
+    (norm,) = found(function, jnp.ones(24), jnp.ones(24))
+    assert (norm.kind, norm.name) == ("norm", name)
+    assert norm.epsilon == pytest.approx(epsilon)
+    assert norm.vectors[0] is not None
+    other = lambda x, g, b: function(x, g, b) + jnp.mean(x, -1, keepdims=True)  # noqa: E731
+    assert not found(other, jnp.ones(24), jnp.ones(24))
