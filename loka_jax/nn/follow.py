@@ -47,7 +47,9 @@ class Following:
         end: the value that it makes.
         name: of a norm or activation.
         epsilon: of a norm.
-        vectors: the bias; gamma and beta of a norm, None where absent; the residual.
+        rate: of dropout.
+        vectors: the bias; gamma and beta of a norm, None where absent; the residual;
+            the key of dropout.
         is_alone: nothing else reads the value that it follows.
     """
 
@@ -56,6 +58,7 @@ class Following:
     end: Value
     name: str = "none"
     epsilon: float = 1e-6
+    rate: float = 0.0
     vectors: tuple[Value | None, ...] = ()
     is_alone: bool = True
 
@@ -89,6 +92,7 @@ def following(value: Value, rows: int) -> Iterator[Following]:
         if found := _known(region, end):
             yield dataclasses.replace(found, is_alone=is_alone)
     yield from _residuals(value)
+    yield from _dropouts(value)
 
 
 def _is_closed(steps: frozenset[Step], end: Value) -> bool:
@@ -111,6 +115,37 @@ def _residuals(value: Value) -> Iterator[Following]:
                 vectors=(others[0],),
                 is_alone=is_alone,
             )
+
+
+def _dropouts(value: Value) -> Iterator[Following]:
+    """Yields the dropout of Flax: `where(bernoulli(key, keep), value / keep, 0)`."""
+    for scale in value.readers:
+        if scale.name != "div" or scale.inputs[0] is not value:
+            continue
+        keep = scale.inputs[1].constant
+        for choose in scale.outputs[0].readers:
+            if choose.name != "select_n" or choose.inputs[2] is not scale.outputs[0]:
+                continue
+            mask, other, _ = choose.inputs
+            drawn = mask.maker
+            is_zero = _is_zero(vector_of(other, 0))
+            if not is_zero or drawn is None or drawn.params.get("name") != "_bernoulli":
+                continue
+            key, share = drawn.inputs
+            steps = frozenset([scale, choose])
+            is_same = share.constant is not None and share.constant == keep
+            if not is_same or not _is_closed(steps, choose.outputs[0]):
+                continue
+            yield Following(
+                *("dropout", steps, choose.outputs[0]),
+                rate=round(1 - float(keep), 6),
+                vectors=(key,),
+                is_alone=not value.is_output and value.readers == [scale],
+            )
+
+
+def _is_zero(value: Value) -> bool:
+    return np.size(value.constant) == 1 and value.constant == 0
 
 
 def _region(value: Value, rows: int) -> _Region:
@@ -252,5 +287,6 @@ def _known_norm(
             z = z if beta is None else z + region.vectors[beta]
             # The probes are large and small, as a variance in one pass cancels.
             if _is_close(z, y, 1e-4):
-                return Following("norm", steps, end, name, epsilon, (gamma, beta))
+                vectors = gamma, beta
+                return Following("norm", steps, end, name, epsilon, vectors=vectors)
     return None

@@ -5,6 +5,7 @@ A product of data and a weight is a site. Its path is that of the variable, with
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -71,9 +72,8 @@ class Product:
     @property
     def fused(self) -> list[Following]:
         """What is part of the site where it runs by itself: a norm, an activation."""
-        kinds = [x.kind for x in self.follows]
-        end = kinds.index("residual") if "residual" in kinds else len(kinds)
-        own = self.follows[:end]
+        others = ("residual", "dropout")
+        own = [*itertools.takewhile(lambda x: x.kind not in others, self.follows)]
         return own if any(x.kind != "bias" for x in own) else []
 
 
@@ -108,6 +108,12 @@ class Layer:
         """The value that is added, or None."""
         found = self.part("residual")
         return None if found is None else found.vectors[0]
+
+    @property
+    def dropout(self) -> float:
+        """The share of its result that is dropped."""
+        found = self.part("dropout")
+        return 0.0 if found is None else found.rate
 
     @property
     def epilogue(self) -> Epilogue:
@@ -330,7 +336,6 @@ def _norms(program: Program, layers: list[Layer]) -> Iterator[Layer]:
             if norm is None or norm.steps & taken:
                 continue
             after, _ = follow(norm.end, len(value.shape) - 1, _RANKS.index("norm") + 1)
-            after = [x for x in after if x.kind == "activation"]
             for own in ([norm, *after], [norm]):
                 if uncast(own[-1].end) in read:
                     yield Layer(uncast(value), None, own)
@@ -411,6 +416,7 @@ def _together(layers: list[Layer]) -> Together | None:
                 member=_member(layer),
                 norm=layer.epilogue,
                 residual=None if residual is None else numbers[residual],
+                dropout=layer.dropout,
             )
         )
         numbers[uncast(layer.result)] = len(inputs) + i

@@ -283,11 +283,25 @@ class _Run:
         inputs = tuple(
             (self.value(x).reshape(group.rows, -1),) for x in together.inputs
         )
-        outs = run_joined(group, plans, inputs, Part(tuple(layers), tuple(states)))
+        part = Part(tuple(layers), tuple(states))
+        outs = run_joined(group, plans, inputs, part, words=self._words(together))
         of_number = dict(zip(group.outputs, outs, strict=True))
         for value, number in together.outputs:
             out = of_number[number].reshape(value.shape)
             self.values[value] = out.astype(value.aval.dtype)
+
+    def _words(self, together: Together) -> Array | None:
+        """Returns the random bits of each layer, of the keys of the model's dropout."""
+        drops = [layer.part("dropout") for layer in together.layers]
+        if not any(drops):
+            return None
+        bits = [
+            jnp.zeros(2, jnp.uint32)
+            if drop is None or drop.vectors[0] is None
+            else jax.random.bits(self.value(drop.vectors[0]), (2,), jnp.uint32)
+            for drop in drops
+        ]
+        return jnp.stack(bits)
 
     def _run_inner(self, step: Step, values: list[Any]) -> Sequence[Any]:
         """Builds a step again, with the sites in the programs that it holds."""

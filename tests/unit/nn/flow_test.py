@@ -166,6 +166,39 @@ def test_a_group_computes_what_its_sites_do(plain):
         assert np.linalg.norm(x - z) < 3 * rounding + 2.0**-10 * largest
 
 
+class Dropped(linen.Module):
+    @linen.compact
+    def __call__(self, x, train=True):
+        for i in range(2):
+            x = linen.silu(linen.Dense(64, name=f"dense_{i}")(x))
+            x = linen.Dropout(0.25, deterministic=not train)(x)
+        return x
+
+
+def test_dropout_is_part_of_a_group_in_training():
+    model = nn.convert(Dropped(), recipe="bf16")
+    variables = initialized(model, X)
+    paths = {f"dense_{i}": Choice.parse("group bf16") for i in range(2)}
+    planned = nn.Planned(model, tuple(paths.items()))
+    site, _ = nn.list_sites(planned, X)
+    assert site.group is not None
+    assert [layer.dropout for layer in site.group.layers] == [0.25, 0.25]
+
+    @jax.jit
+    def drawn(key):
+        return [
+            planned.apply(variables, X, rngs={"dropout": k})
+            for k in (key, key, jax.random.fold_in(key, 1))
+        ]
+
+    first, again, other = map(np.asarray, drawn(KEY))
+    np.testing.assert_array_equal(first, again)
+    assert abs(np.mean(first == 0) - 0.25) < 0.04
+    assert np.mean((first == 0) & (other == 0)) < 0.11
+    scored = planned.apply(variables, X, train=False)
+    assert np.all(scored != 0)
+
+
 @pytest.mark.parametrize("plain", MODELS, ids=lambda m: type(m).__name__)
 def test_every_product_is_listed_with_its_share(plain):
     sites = nn.list_sites(nn.convert(plain), X)
