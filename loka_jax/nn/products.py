@@ -70,6 +70,19 @@ class Product:
         return uncast(self.step.inputs[self.weight])
 
     @property
+    def dims(self) -> Any:
+        """The dimension numbers, those of the data first."""
+        contracted, batch = self.step.params["dimension_numbers"]
+        if self.weight == 1:
+            return contracted, batch
+        return contracted[::-1], batch[::-1]
+
+    @property
+    def is_stacked(self) -> bool:
+        """True for layers that `vmap` stacked, which are sites each."""
+        return "vmap(" in self.step.scope and len(self.dims[1][0]) == 1
+
+    @property
     def fused(self) -> list[Following]:
         """What is part of the site where it runs by itself: a norm, an activation."""
         others = ("residual", "dropout")

@@ -227,32 +227,55 @@ class _Run:
 
     def _run_site(self, product: Product) -> Array:
         """Returns what a site makes that runs by itself."""
-        host, step, end = self._host(product), product.step, _end(product)
-        told = dict(apart=product.apart, group=self.groups.get(product.name))
+        step, end = product.step, _end(product)
         x, w = self.value(product.data), self.value(step.inputs[product.weight])
-        ((of_lhs, of_rhs), batches) = step.params["dimension_numbers"]
         if product.fused:
-            layer = Layer(product.data, product, product.fused)
-            rows, _ = as_matrix(x, of_lhs, contract_last=True)
-            kernel, _ = as_matrix(w, of_rhs, contract_last=False)
-            arrays = SiteArrays(rows, kernel, *self._vectors(layer))
-            plan = current().plan(product.name, _spec(layer), host.recipe, None)
-            announce(host, plan, **told)
-            out: Any = run_planned(host, plan, arrays, epsilon=layer.epilogue.epsilon)
+            out = self._run_fused(product, x, w)
+        elif product.is_stacked:
+            out = self._run_stacked(product, x, w)
         else:
-            params = step.params
-            options = params["precision"], params["preferred_element_type"]
-            if product.weight == 1:
-                dims = ((of_lhs, of_rhs), batches)
-                out = dot(host, x, w, dims, *options, **told)
-            else:
-                dims = ((of_rhs, of_lhs), batches[::-1])
-                out = dot(host, x, w, dims, *options, **told)
-                first, last = len(batches[0]), len(batches[0]) + w.ndim
-                last -= len(of_lhs) + len(batches[0])
-                moved = out.ndim - (last - first)
-                out = jnp.moveaxis(out, range(moved, out.ndim), range(first, last))
+            host, told = self._host(product), self._told(product)
+            out = dot(host, x, w, product.dims, *_options(step), **told)
+        if product.weight == 0:
+            first = len(product.dims[1][0])
+            last = first + w.ndim - len(product.dims[0][1]) - first
+            moved = out.ndim - (last - first)
+            out = jnp.moveaxis(out, range(moved, out.ndim), range(first, last))
         return out.reshape(end.shape).astype(end.aval.dtype)
+
+    def _told(self, product: Product) -> dict[str, Any]:
+        """Returns what is announced of a site besides its plan."""
+        return dict(apart=product.apart, group=self.groups.get(product.name))
+
+    def _run_fused(self, product: Product, x: Array, w: Array) -> Array:
+        """Returns a product after its own norm and activation."""
+        host, layer = self._host(product), Layer(product.data, product, product.fused)
+        (of_x, of_w), _ = product.dims
+        rows, _ = as_matrix(x, of_x, contract_last=True)
+        kernel, _ = as_matrix(w, of_w, contract_last=False)
+        arrays = SiteArrays(rows, kernel, *self._vectors(layer))
+        plan = current().plan(product.name, _spec(layer), host.recipe, None)
+        announce(host, plan, **self._told(product))
+        out = run_planned(host, plan, arrays, epsilon=layer.epilogue.epsilon)
+        assert isinstance(out, jax.Array)
+        return out
+
+    def _run_stacked(self, product: Product, x: Array, w: Array) -> Array:
+        """Returns the products of layers that vmap stacked, each with its scales."""
+        (of_x, of_w), ((batch_x,), (batch_w,)) = product.dims
+        dims = (_without(of_x, batch_x), _without(of_w, batch_w)), ((), ())
+        side = {key: v for key, v in self.given.items() if key[1] == product.path}
+        host = self._host(product)
+        stack = (*host.stack, product.batch)
+        told = self._told(product) | {"count": product.batch}
+
+        def one(x, w, own):
+            given = dict(zip(side, own, strict=True))
+            inner = dataclasses.replace(host, given=given, stack=stack)
+            return dot(inner, x, w, dims, *_options(product.step), **told)
+
+        axes = batch_x, batch_w, 0
+        return jax.vmap(one, in_axes=axes)(x, w, [*side.values()])
 
     def _vectors(self, layer: Layer) -> list[Array | None]:
         """Returns the bias, gamma and beta of a layer, None for absent ones."""
@@ -353,6 +376,15 @@ class _Run:
 
 def _run_as_written(step: Step, values: list[Any]) -> Sequence[Any]:
     return compat.evaluate(step.eqn, values)
+
+
+def _options(step: Step) -> tuple[Any, Any]:
+    return step.params["precision"], step.params["preferred_element_type"]
+
+
+def _without(dims: Sequence[int], batch: int) -> list[int]:
+    """Returns dims of an array as those of its parts along another dim."""
+    return [dim - (dim > batch) for dim in dims]
 
 
 def _product(layer: Layer) -> Product | None:

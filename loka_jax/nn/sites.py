@@ -177,7 +177,7 @@ def list_sites(module: Any, *args, **kwargs) -> tuple[Site, ...]:
     for site, times in _marks(program.jaxpr):
         key = site.path, site.plan, site.batch, site.left, site.together
         sites.setdefault(key, site)
-        counts[key] += times
+        counts[key] += times * site.count
     listed = [
         dataclasses.replace(site, count=counts[key]) for key, site in sites.items()
     ]

@@ -202,12 +202,23 @@ def test_scales_go_through_transformations_that_do_not_know_of_them(
     assert all(np.all(np.max(x, axis=-1) > 0) for x in jax.tree.leaves(states))
 
 
-def test_a_stack_of_layers_runs():
-    model = nn.convert(VMAPPED(32), recipe="f32")
-    x = rounded(3, 16, 64)
-    variables = initialized(VMAPPED(32), x)
-    y = VMAPPED(32).apply(variables, x)
-    np.testing.assert_allclose(model.apply(variables, x), y, rtol=1e-4, atol=1e-4)
+def test_stacked_layers_are_sites_each_with_scales():
+    x, plain = rounded(3, 16, 64), VMAPPED(32)
+    (site,) = nn.list_sites(nn.convert(plain, recipe=DELAYED), x)
+    assert (site.spec.m, site.batch, site.count, site.is_fp8) == (16, None, 3, True)
+    variables = nn.convert(plain, recipe=DELAYED).init(KEY, x)
+    assert stored(variables).shape == (3, 3, 36)
+
+    @jax.jit
+    def run(variables, x):
+        models = plain, *(nn.convert(plain, recipe=r) for r in ("f32", DELAYED))
+        loss = lambda v, m: jnp.sum(jnp.sin(m.apply(v, x)))  # noqa: E731
+        return [jax.value_and_grad(loss)(variables, m) for m in models]
+
+    (a, da), (b, db), (_, dc) = run(variables, x)
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+    np.testing.assert_allclose(da["params"]["kernel"], db["params"]["kernel"], 1e-3)
+    assert np.all(np.max(stored(dc), axis=-1) > 0)
 
 
 # Odd operands.
