@@ -16,6 +16,7 @@ delayed scaling adds its collection beside the parameters, also for layers under
 
 import dataclasses
 import fnmatch
+import functools
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -76,48 +77,88 @@ def convert(
         return convert_nnx(model, recipe, _patterns(only), _patterns(skip))
     if not hasattr(model, "apply"):
         raise ValueError(f"{_repr(model)} is no Flax model: give {_within(model)}.")
-    return Converted(model, recipe, _patterns(only), _patterns(skip))
+    options = _patterns(only), _patterns(skip)
+    return Converted(Written(model), recipe, *options, parent=None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Converted:
-    """A model with its products as sites; used as the model itself is."""
+class Written:
+    """A model as written; no module of Flax, which would make variables for it."""
 
     model: Any
-    recipe: str | Recipe
-    only: tuple[str, ...]
-    skip: tuple[str, ...]
 
+
+class Converted(linen.Module):
+    """A model with its products as sites; used as the model itself is.
+
+    It may be a part of another model. Attributes that are not its own are the model's.
+    """
+
+    of: Written
+    recipe: str | Recipe = "fp8_tensorwise"
+    only: tuple[str, ...] = ("*",)
+    skip: tuple[str, ...] = ()
+
+    @linen.nowrap
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the model as written."""
-        if name.startswith("__") or name == "model":  # while it is copied
-            raise AttributeError(name)
-        return getattr(self.model, name)
+        """Returns an attribute of the model as written; its methods run converted."""
+        if name.startswith("_") or name in ("of", "scope", "name", "parent"):
+            raise AttributeError(name)  # while a module is made or copied
+        is_method = callable(getattr(type(self.written), name, None))
+        if is_method and self._bound is not None:
+            return functools.partial(self._call_within, name)
+        return getattr(self.of.model, name)
 
-    def clone(self, **changes: Any) -> "Converted":
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the model returns, within another one or bound."""
+        return self._call_within("__call__", *args, **kwargs)
+
+    @linen.nowrap
+    def clone(self, **changes: Any) -> Any:
         """Returns the model with some attributes changed, its own or as written."""
-        own = {
-            f.name: changes.pop(f.name)
-            for f in dataclasses.fields(self)
-            if f.name in changes
-        }
+        own = {field.name for field in dataclasses.fields(self)}
+        flax = {x: changes.pop(x) for x in [*changes] if x in own or x.startswith("_")}
         if changes:
-            own["model"] = own.get("model", self.model).clone(**changes)
-        return dataclasses.replace(self, **own)
+            flax["of"] = Written(self.of.model.clone(**changes))
+        return super().clone(**flax)
 
+    @linen.nowrap
+    def tabulate(self, *args: Any, **kwargs: Any) -> str:
+        """Returns the table of the model as written."""
+        return self.written.tabulate(*args, **kwargs)
+
+    @linen.nowrap
     def init(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's variables."""
         return self._init(args, kwargs)[1]
 
+    @linen.nowrap
     def init_with_output(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Returns the model's output and its variables."""
-        return self._init(args, kwargs)
+        y, variables = self._init(args, kwargs, has_output=True)
+        return y, variables
 
+    @linen.nowrap
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the output of the model's `apply`."""
         return self._apply(variables, args, kwargs)
 
-    def _init(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:
+    @property
+    def written(self) -> linen.Module:
+        """The model as written, within all conversions, in no other model."""
+        inner = self.of.model
+        if isinstance(inner, Converted):
+            return inner.written
+        return inner if inner.parent is None else inner.clone(parent=None, name=None)
+
+    @property
+    def conversions(self) -> "tuple[Converted, ...]":
+        """All conversions, the outermost first."""
+        inner = self.of.model
+        return (self, *(inner.conversions if isinstance(inner, Converted) else ()))
+
+    @linen.nowrap
+    def _init(self, args: tuple, kwargs: dict, *, has_output=False) -> tuple[Any, Any]:
         """Returns the output and all variables, those of sites by what they ask for."""
         rngs, *inputs = args if args else (kwargs["rngs"],)
         rngs = rngs if isinstance(rngs, Mapping) else {"params": rngs}
@@ -130,48 +171,101 @@ class Converted:
             return self._apply(variables, tuple(inputs), own, made)[0]
 
         # The marks of sites stay in the program of those who list them.
-        y = run(variables) if current().is_listing else None
-        if y is None:
-            jax.eval_shape(run, variables)
-        return y, _with_made(variables, made)
+        if has_output or current().is_listing:
+            return run(variables), self._with_made(variables, made)
+        jax.eval_shape(lambda variables: jax.tree.leaves(run(variables)), variables)
+        return None, self._with_made(variables, made)
 
+    @linen.nowrap
     def _apply(self, variables: Any, args, kwargs, made: Made | None = None) -> Any:
         rules = _Rules(self)
 
         def call(variables):
             return self.written.apply(variables, *args, **kwargs)
 
-        out = run_converted(call, variables, rules, made)
+        out = run_converted(call, variables, rules, self._place, made)
         if _is_whole_call(kwargs.get("method")):
             rules.check_patterns(variables.get("params", {}))
         return out
 
-    @property
-    def written(self) -> linen.Module:
-        """The model as written, within all conversions."""
-        inner = self.model
-        return inner.written if isinstance(inner, Converted) else inner
+    @linen.nowrap
+    def _call_within(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Runs a method in a module's scope, whose variables are the model's."""
+        module = self._bound
+        if module is None:
+            raise ValueError(
+                "a converted model is called by `apply`, or within another."
+            )
+        scope = module.scope
+        rngs = {name: module.make_rng(name) for name in scope.rngs}
+        options = kwargs | {"method": method}
+        variables = scope.variables()
+        if module.is_initializing() and not variables.get("params"):
+            y, new = self._init((rngs, *args), options, has_output=True)
+        elif scope.mutable is False:
+            return self._apply(variables, args, options | {"rngs": rngs})
+        else:
+            options |= {"rngs": rngs, "mutable": scope.mutable}
+            y, new = self._apply(variables, args, options)
+        for collection, values in new.items():
+            for name, value in values.items():
+                scope.put_variable(collection, name, value)
+        return y
 
     @property
-    def conversions(self) -> "tuple[Converted, ...]":
-        """All conversions, the outermost first."""
-        inner = self.model
-        return (self, *(inner.conversions if isinstance(inner, Converted) else ()))
+    def _bound(self) -> Any:
+        """The module whose scope is that of the model, within another; else None.
+
+        In a compact method the model as written has a name and a place already.
+        """
+        return next((x for x in (self, self.of.model) if x.scope is not None), None)
+
+    @property
+    def _place(self) -> tuple[str, ...]:
+        """Its path in the model that it is a part of."""
+        return () if self._bound is None else tuple(self._bound.path)
+
+    @linen.nowrap
+    def _with_made(self, variables: dict, made: Made) -> dict:
+        """Returns variables with those of sites."""
+        variables, at = {**variables}, len(self._place)
+        for (collection, path, name), (init, stack) in made.variables.items():
+            place = variables[collection] = {**variables.get(collection, {})}
+            for part in path[at:]:
+                place[part] = {**place.get(part, {})}
+                place = place[part]
+            place[name] = jax.tree.map(
+                lambda x: jnp.broadcast_to(x, (*stack, *jnp.shape(x))),  # noqa: B023
+                init(),
+            )
+        return variables
 
 
 def run_converted(
-    call: Callable[[Any], Any], variables: Any, rules: "_Rules", made: Made | None
+    call: Callable[[Any], Any],
+    variables: Any,
+    rules: "_Rules",
+    place: tuple[str, ...],
+    made: Made | None,
 ) -> Any:
-    """Returns what a function of variables returns, its products as sites."""
+    """Returns what a function of variables returns, its products as sites.
+
+    Args:
+        place: the path of the model in one that it is a part of.
+    """
     closed, paths, rebuild = trace(call, variables)
     ours = OVERWRITE_WITH_GRADIENT, PROBE
-    origins = [None if path[0] in ours else Origin(path) for path in paths]
+    origins = [
+        None if first in ours else Origin((first, *place, *rest))
+        for first, *rest in paths
+    ]
     program = read_program(closed.jaxpr, [*(None for _ in closed.consts), *origins])
     arguments = [*closed.consts, *jax.tree.leaves(variables)]
-    return rebuild(run_program(program, arguments, rules, _given(variables), made))
+    given = _given(variables, place)
+    return rebuild(run_program(program, arguments, rules, given, made))
 
 
-def _given(variables: Any) -> dict[Key, Any]:
+def _given(variables: Any, place: tuple[str, ...]) -> dict[Key, Any]:
     """Returns the variables of sites."""
     given: dict[Key, Any] = {}
     for collection in (OVERWRITE_WITH_GRADIENT, PROBE):
@@ -180,23 +274,8 @@ def _given(variables: Any) -> dict[Key, Any]:
         )
         for keys, leaf in leaves:
             *path, name = (jax.tree_util.keystr((k,), simple=True) for k in keys)
-            given[collection, tuple(path), name] = leaf
+            given[collection, (*place, *path), name] = leaf
     return given
-
-
-def _with_made(variables: dict, made: Made) -> dict:
-    """Returns variables with those of sites."""
-    variables = {**variables}
-    for (collection, path, name), (init, stack) in made.variables.items():
-        place = variables[collection] = {**variables.get(collection, {})}
-        for part in path:
-            place[part] = {**place.get(part, {})}
-            place = place[part]
-        place[name] = jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (*stack, *jnp.shape(x))),  # noqa: B023
-            init(),
-        )
-    return variables
 
 
 class _Rules:
@@ -208,10 +287,13 @@ class _Rules:
 
     def __init__(self, converted: Converted):
         self.conversions = converted.conversions
+        place = "/".join(converted._place)
+        self.prefix = f"{place}/" if place else ""
         self.seen: dict[str, None] = {}
 
     def recipe(self, path: str) -> str | Recipe:
         """Returns the recipe of a site that is converted."""
+        path = self.own(path)
         for one in self.conversions:
             if _why_left(one, path, path) is None:
                 return one.recipe
@@ -219,10 +301,15 @@ class _Rules:
 
     def why_left(self, path: str, scope: str) -> str | None:
         """Returns why a site is left as it is, or None."""
+        path = self.own(path)
         self.seen[path] = None
         place = scope.partition("/")[2]
         reasons = [_why_left(one, path, place) for one in self.conversions]
         return None if None in reasons else reasons[-1]
+
+    def own(self, path: str) -> str:
+        """Returns the path of a site in the converted model itself."""
+        return path.removeprefix(self.prefix)
 
     def check_patterns(self, parameters: Any) -> None:
         """Refuses patterns that match no site.

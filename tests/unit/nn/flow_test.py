@@ -277,3 +277,78 @@ def test_norms_are_known_by_what_they_compute(function, name, epsilon):
     assert norm.vectors[0] is not None
     other = lambda x, g, b: function(x, g, b) + jnp.mean(x, -1, keepdims=True)  # noqa: E731
     assert not found(other, jnp.ones(24), jnp.ones(24))
+
+
+# A converted model is a module.
+
+
+class Tower(linen.Module):
+    features: int = 32
+
+    def setup(self):
+        self.up = linen.Dense(64)
+        self.down = linen.Dense(self.features)
+
+    def __call__(self, x):
+        return self.down(linen.relu(self.up(x)))
+
+    def halfway(self, x):
+        return self.up(x)
+
+
+class Inline(linen.Module):
+    recipe: str
+
+    @linen.compact
+    def __call__(self, x):
+        user = nn.convert(Tower(name="user"), recipe=self.recipe)
+        item = Tower(name="item")
+        return linen.Dense(1, name="head")(user(x) * item(x))
+
+
+class InSetup(linen.Module):
+    recipe: str
+
+    def setup(self):
+        self.user = nn.convert(Tower(), recipe=self.recipe)
+        self.item, self.head = Tower(), linen.Dense(1)
+
+    def __call__(self, x):
+        return self.head(self.user(x) * self.item(x))
+
+
+@pytest.mark.parametrize("Towers", [Inline, InSetup])
+def test_a_part_of_a_model_is_converted_in_place(Towers):
+    sites = nn.list_sites(Towers("fp8_rowwise"), X)
+    assert [site.path for site in sites] == ["user/up", "user/down"]
+    assert all(site.is_fp8 for site in sites)
+    exact = Towers("f32")
+    variables = initialized(exact, X)
+    assert {*variables["params"]} == {"user", "item", "head"}
+    assert {*variables["params"]["user"]} == {"up", "down"}
+    with nn.overriding({"user/up": "bf16"}):
+        sites = listed(Towers("fp8_rowwise"), X)
+    assert not sites["user/up"].is_fp8 and sites["user/down"].is_fp8
+    delayed = Towers(DELAYED)
+    variables = delayed.init(KEY, X)
+    states = jax.jit(jax.grad(lambda v: loss(delayed, v, X)))(variables)[STATES]
+    assert {*states} == {"user"} and {*states["user"]} == {"up", "down"}
+    assert all(np.all(np.max(x, axis=-1) > 0) for x in jax.tree.leaves(states))
+
+
+def test_a_converted_model_is_a_module():
+    plain, model = Tower(), nn.convert(Tower(), recipe="f32")
+    variables = initialized(plain, X)
+    expected = plain.apply(variables, X)
+    for y in (model.bind(variables)(X), linen.apply(lambda m: m(X), model)(variables)):
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+    half = plain.apply(variables, X, method="halfway")
+    for y in (
+        model.apply(variables, X, method="halfway"),
+        model.bind(variables).halfway(X),
+        linen.apply(lambda m: m.halfway(X), model)(variables),
+    ):
+        np.testing.assert_allclose(y, half, rtol=1e-4, atol=1e-5)
+    assert model.features == 32 and model.clone(features=16).features == 16
+    assert "kernel" in model.tabulate(KEY, X)
+    assert hash(model) == hash(nn.convert(Tower(), recipe="f32"))
