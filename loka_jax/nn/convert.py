@@ -173,7 +173,7 @@ class Converted(linen.Module):
         # The marks of sites stay in the program of those who list them.
         if has_output or current().is_listing:
             return run(variables), self._with_made(variables, made)
-        jax.eval_shape(lambda variables: jax.tree.leaves(run(variables)), variables)
+        jax.eval_shape(lambda variables: (run(variables), ())[1], variables)
         return None, self._with_made(variables, made)
 
     @linen.nowrap

@@ -20,7 +20,14 @@ from loka_jax.site import SiteSpec
 from loka_jax.xla import ACTIVATIONS
 
 _RANKS = ("bias", "residual", "norm", "activation", "dropout")
-_ENDS = "nothing that a site carries follows it"
+# What follows a product, by its first step, and is no part of a site.
+_READERS = {
+    "dot_general": "another product",
+    "reduce_sum": "a sum (a norm over other axes than the last, or one of its own)",
+    "concatenate": "a concatenation",
+    "mul": "a factor from data (a gate, a cross layer)",
+    "split": "a split",
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -220,7 +227,7 @@ def _left(step: Step, name: str, left: str) -> Product:
 def _product(step: Step, why_left: Callable) -> Product:
     origins = [x.origin for x in step.inputs[:2]]
     is_weight = [x is not None and x.path is not None for x in origins]
-    place = "/".join([*step.scope.split("/"), step.name]).lstrip("/")
+    place = "/".join([*step.scope.split("/")[1:], step.name])
     if step.name != "dot_general":
         return _left(step, place, "a convolution")
     if sum(is_weight) != 1:
@@ -308,6 +315,9 @@ def _why_apart(
     if value.is_output:
         return None
     names = sorted({step.name for step in value.readers})
+    for name, text in _READERS.items():
+        if name in names:
+            return f"{text} follows, which no site carries"
     return f"{', '.join(names)} follows, which no site carries"
 
 

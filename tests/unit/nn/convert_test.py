@@ -235,7 +235,7 @@ def test_sites_tell_what_is_fused_and_why_not():
     providers = [site.plan.choice.provider for site in sites.values()]
     assert providers == ["pallas", "xla"] * 2
     sites = listed(*converted("block"))
-    assert sites["attention/value"].why_not_fused.startswith("dot_general follows")
+    assert sites["attention/value"].why_not_fused.startswith("another product follows")
     assert sum(site.share for site in sites.values()) == pytest.approx(1)
 
 
