@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from loka_jax.fp8 import SIZE_MULTIPLE
 from loka_jax.group import Dense, Group, Member
 from loka_jax.nn.follow import Following, following
 from loka_jax.nn.program import PRODUCTS, Program, Step, Value, flops, hidden_products
@@ -143,6 +144,21 @@ class Layer:
         activation: Any = "none" if act is None else act.name
         epsilon = 1e-6 if norm is None else norm.epsilon
         return Epilogue(norm_name, activation, epsilon)
+
+    @property
+    def is_below_head(self) -> bool:
+        """True if a product too narrow for FP8 reads the result, with no norm."""
+        if self.part("norm") is not None:
+            return False
+        result = uncast(self.result)
+        readers = [*result.readers]
+        for step in result.readers:
+            if step.name in _CASTS:
+                readers += step.outputs[0].readers
+        return any(
+            step.name == "dot_general" and step.outputs[0].shape[-1:] < (SIZE_MULTIPLE,)
+            for step in readers
+        )
 
     @property
     def rows(self) -> int:
@@ -335,6 +351,8 @@ def groups_of(program: Program, products: list[Product]) -> list[Together]:
 
 def _may_be_in_group(product: Product) -> bool:
     if product.left is not None or product.batch != 1 or product.weight != 1:
+        return False
+    if product.spec.n < SIZE_MULTIPLE:  # a head
         return False
     (lhs, _), (batched, _) = product.step.params["dimension_numbers"]
     ndim = len(product.data.shape)

@@ -18,7 +18,13 @@ from loka_jax.group import Group
 from loka_jax.nn.context import current
 from loka_jax.nn.dense import as_matrix, run_planned, with_state
 from loka_jax.nn.dense import product as dot
-from loka_jax.nn.group import Part, group_plans, joined, run_joined
+from loka_jax.nn.group import (
+    Part,
+    group_plans,
+    joined,
+    run_joined,
+    without_fp8_dlhs,
+)
 from loka_jax.nn.products import (
     Layer,
     Product,
@@ -178,7 +184,12 @@ class _Run:
     def _plans(self, together: Together) -> list[KernelPlan | None]:
         members = [*together.group.members]
         recipes = [self.rules.recipe(x.path) for x in members]
-        return group_plans(together.group, members, recipes, None)
+        plans = group_plans(together.group, members, recipes, None)
+        layers = [x for x in together.layers if x.product is not None]
+        return [
+            without_fp8_dlhs(plan) if plan is not None and layer.is_below_head else plan
+            for plan, layer in zip(plans, layers, strict=True)
+        ]
 
     def value(self, x: Value) -> Any:
         """Returns a value, whose step runs first if it did not."""

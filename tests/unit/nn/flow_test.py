@@ -11,9 +11,11 @@ from flax import linen
 from loka_jax import nn
 from loka_jax.group import Group
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT as STATES
+from loka_jax.nn import group as groups
 from loka_jax.nn.follow import following
 from loka_jax.nn.program import Origin, read_program
 from loka_jax.site import Choice
+from tests.support import stand_ins
 from tests.support.flow import MODELS, CallByCall, Transformer, X, loss
 from tests.support.nn import DELAYED, initialized, listed
 
@@ -273,3 +275,26 @@ def test_a_converted_model_is_a_module():
     assert model.features == 32 and model.clone(features=16).features == 16
     assert "kernel" in model.tabulate(KEY, X)
     assert hash(model) == hash(nn.convert(Tower(), recipe="f32"))
+
+
+class Wide(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        for n in (1024, 256):
+            x = linen.relu(linen.Dense(n)(x))
+        return linen.Dense(1, name="head")(x)
+
+
+def test_wide_layers_run_as_a_group_by_default_with_their_head_apart():
+    context = dict(device=stand_ins.HOPPER, scales_initialized=True)
+    rows = jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+    with pytest.MonkeyPatch.context() as patch, nn.site_context(**context):
+        patch.setattr(groups.triton, "why_not_installed", lambda: None)
+        sites = listed(nn.convert(Wide(), recipe=DELAYED), rows)
+    runs = {path: site.plan.choice.name for path, site in sites.items()}
+    # Below a head dlhs is in high precision.
+    assert runs == {
+        "Dense_0": f"group {DELAYED}",
+        "Dense_1": f"group {DELAYED}/bf16/{DELAYED}",
+        "head": f"xla {DELAYED}",
+    }
