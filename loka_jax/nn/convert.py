@@ -15,22 +15,20 @@ delayed scaling adds its collection beside the parameters, also for layers under
 """
 
 import dataclasses
-import fnmatch
 import functools
+import inspect
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen
 from flax.core import unfreeze
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from loka_jax.nn.context import as_recipe, current
-from loka_jax.nn.observed import PROBE, is_of_site
-from loka_jax.nn.program import Origin, read_program, trace
-from loka_jax.nn.rewrite import Key, Made, run_program
+from loka_jax.nn.conversion import Rules, run_converted, with_made
+from loka_jax.nn.converted_function import ConvertedFunction
+from loka_jax.nn.rewrite import Made
 from loka_jax.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -56,7 +54,8 @@ def convert(
 
     Args:
         model: any Linen module, in which our own modules keep their recipes; or any NNX
-            module, of which a copy is returned, see `convert_nnx`.
+            module, of which a copy is returned, see `convert_nnx`; or a function whose
+            first argument is a dictionary of parameters, see `ConvertedFunction`.
         only: patterns of paths ("tower/*") of the sites to convert, or of the modules
             that they are in.
         skip: patterns of what to leave as it is, though in `only`.
@@ -75,6 +74,8 @@ def convert(
         from loka_jax.nn.nnx_convert import convert_nnx
 
         return convert_nnx(model, recipe, _patterns(only), _patterns(skip))
+    if inspect.isfunction(model):
+        return ConvertedFunction(model, recipe, _patterns(only), _patterns(skip))
     if not hasattr(model, "apply"):
         raise ValueError(f"{_repr(model)} is no Flax model: give {_within(model)}.")
     options = _patterns(only), _patterns(skip)
@@ -172,13 +173,13 @@ class Converted(linen.Module):
 
         # The marks of sites stay in the program of those who list them.
         if has_output or current().is_listing:
-            return run(variables), self._with_made(variables, made)
+            return run(variables), with_made(variables, made, self._place)
         jax.eval_shape(lambda variables: (run(variables), ())[1], variables)
-        return None, self._with_made(variables, made)
+        return None, with_made(variables, made, self._place)
 
     @linen.nowrap
     def _apply(self, variables: Any, args, kwargs, made: Made | None = None) -> Any:
-        rules = _Rules(self)
+        rules = Rules(self.conversions, self._place)
 
         def call(variables):
             return self.written.apply(variables, *args, **kwargs)
@@ -225,123 +226,6 @@ class Converted(linen.Module):
         """Its path in the model that it is a part of."""
         return () if self._bound is None else tuple(self._bound.path)
 
-    @linen.nowrap
-    def _with_made(self, variables: dict, made: Made) -> dict:
-        """Returns variables with those of sites."""
-        variables, at = {**variables}, len(self._place)
-        for (collection, path, name), (init, stack) in made.variables.items():
-            place = variables[collection] = {**variables.get(collection, {})}
-            for part in path[at:]:
-                place[part] = {**place.get(part, {})}
-                place = place[part]
-            place[name] = jax.tree.map(
-                lambda x: jnp.broadcast_to(x, (*stack, *jnp.shape(x))),  # noqa: B023
-                init(),
-            )
-        return variables
-
-
-def run_converted(
-    call: Callable[[Any], Any],
-    variables: Any,
-    rules: "_Rules",
-    place: tuple[str, ...],
-    made: Made | None,
-) -> Any:
-    """Returns what a function of variables returns, its products as sites.
-
-    Args:
-        place: the path of the model in one that it is a part of.
-    """
-    closed, paths, rebuild = trace(call, variables)
-    ours = OVERWRITE_WITH_GRADIENT, PROBE
-    origins = [
-        None if first in ours else Origin((first, *place, *rest))
-        for first, *rest in paths
-    ]
-    program = read_program(closed.jaxpr, [*(None for _ in closed.consts), *origins])
-    arguments = [*closed.consts, *jax.tree.leaves(variables)]
-    given = _given(variables, place)
-    return rebuild(run_program(program, arguments, rules, given, made))
-
-
-def _given(variables: Any, place: tuple[str, ...]) -> dict[Key, Any]:
-    """Returns the variables of sites."""
-    given: dict[Key, Any] = {}
-    for collection in (OVERWRITE_WITH_GRADIENT, PROBE):
-        leaves = jax.tree_util.tree_leaves_with_path(
-            variables.get(collection, {}), is_leaf=is_of_site
-        )
-        for keys, leaf in leaves:
-            *path, name = (jax.tree_util.keystr((k,), simple=True) for k in keys)
-            given[collection, (*place, *path), name] = leaf
-    return given
-
-
-class _Rules:
-    """What conversions do with the sites of a model.
-
-    Attributes:
-        seen: paths of all that can be sites, in order.
-    """
-
-    def __init__(self, converted: Converted):
-        self.conversions = converted.conversions
-        place = "/".join(converted._place)
-        self.prefix = f"{place}/" if place else ""
-        self.seen: dict[str, None] = {}
-
-    def recipe(self, path: str) -> str | Recipe:
-        """Returns the recipe of a site that is converted."""
-        path = self.own(path)
-        for one in self.conversions:
-            if _why_left(one, path, path) is None:
-                return one.recipe
-        return self.conversions[-1].recipe
-
-    def why_left(self, path: str, scope: str) -> str | None:
-        """Returns why a site is left as it is, or None."""
-        path = self.own(path)
-        self.seen[path] = None
-        place = scope.partition("/")[2]
-        reasons = [_why_left(one, path, place) for one in self.conversions]
-        return None if None in reasons else reasons[-1]
-
-    def own(self, path: str) -> str:
-        """Returns the path of a site in the converted model itself."""
-        return path.removeprefix(self.prefix)
-
-    def check_patterns(self, parameters: Any) -> None:
-        """Refuses patterns that match no site.
-
-        Args:
-            parameters: of the model, of which a call may use a part only.
-
-        Raises:
-            ValueError: naming the patterns and the sites.
-        """
-        one, paths = self.conversions[0], {*self.seen, *_owners(parameters)}
-        if not paths:
-            raise ValueError(
-                f"{type(one.written).__name__} has no product of data and a parameter: "
-                "there is nothing to convert."
-            )
-        for pattern in (*one.only, *one.skip):
-            if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
-                raise ValueError(
-                    f"pattern {pattern!r} matches no dense layer: there are "
-                    f"{', '.join(self.seen)}."
-                )
-
-
-def _why_left(one: Converted, path: str, place: str) -> str | None:
-    for pattern in one.skip:
-        if any(fnmatch.fnmatchcase(x, pattern) for x in (path, place)):
-            return f"skip={pattern!r}"
-    if not any(fnmatch.fnmatchcase(x, p) for x in (path, place) for p in one.only):
-        return f"not in only={', '.join(one.only)}"
-    return None
-
 
 def _repr(model: Any) -> str:
     """Returns what a value is called in a message, without the arrays in it."""
@@ -366,12 +250,3 @@ def _patterns(patterns: str | tuple[str, ...]) -> tuple[str, ...]:
 def _is_whole_call(method: Callable | str | None) -> bool:
     """Returns False for another method than `__call__`: it may call few layers."""
     return method is None or getattr(method, "__name__", method) == "__call__"
-
-
-def _owners(parameters: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yields the paths of modules with a kernel."""
-    if "kernel" in parameters:
-        yield "/".join(path)
-    for name, part in parameters.items():
-        if isinstance(part, Mapping):
-            yield from _owners(part, (*path, name))

@@ -18,6 +18,7 @@ from loka_jax.group import Group
 from loka_jax.nn.context import current
 from loka_jax.nn.dense import as_matrix, run_planned, with_state
 from loka_jax.nn.dense import product as dot
+from loka_jax.nn.found_groups import Layer, Together, groups_of
 from loka_jax.nn.group import (
     Part,
     group_plans,
@@ -25,14 +26,7 @@ from loka_jax.nn.group import (
     run_joined,
     without_fp8_dlhs,
 )
-from loka_jax.nn.products import (
-    Layer,
-    Product,
-    Together,
-    groups_of,
-    products_of,
-    site_path,
-)
+from loka_jax.nn.products import Product, products_of, site_path
 from loka_jax.nn.program import Program, Step, Value
 from loka_jax.nn.sites import announce
 from loka_jax.ops.device import local_device

@@ -35,14 +35,14 @@ MISTAKES = [
     ),
     Mistake(
         "skip wins only where only does not",
-        f"{NN}/convert.py",
+        f"{NN}/conversion.py",
         "    for pattern in one.skip:\n",
         '    for pattern in one.skip if one.only == ("*",) else ():\n',
         "unit/nn/convert_test.py",
     ),
     Mistake(
         "a fused norm has the default epsilon",
-        f"{NN}/products.py",
+        f"{NN}/found_groups.py",
         "epsilon = 1e-6 if norm is None else norm.epsilon",
         "epsilon = 1e-6",
         "unit/nn/convert_test.py",

@@ -17,7 +17,7 @@ from loka_jax.nn.program import Origin, read_program
 from loka_jax.site import Choice
 from tests.support import stand_ins
 from tests.support.flow import MODELS, CallByCall, Transformer, X, loss
-from tests.support.nn import DELAYED, initialized, listed
+from tests.support.nn import DELAYED, initialized, listed, rounded
 
 KEY = jax.random.key(0)
 pytestmark = pytest.mark.usefixtures("as_users_do")
@@ -298,3 +298,27 @@ def test_wide_layers_run_as_a_group_by_default_with_their_head_apart():
         "Dense_1": f"group {DELAYED}/bf16/{DELAYED}",
         "head": f"xla {DELAYED}",
     }
+
+
+def function(parameters, x):
+    for name in ("first", "second"):
+        x = jax.nn.relu(x @ parameters[name]["kernel"] + parameters[name]["bias"])
+    return jnp.sin(x) @ parameters["table"].T
+
+
+def test_a_function_of_parameters_is_converted():
+    layer = {"kernel": rounded(32, 32, seed=1), "bias": rounded(32)}
+    parameters = {"first": layer, "second": layer, "table": rounded(48, 32)}
+    exact = nn.convert(function, recipe="f32", skip="table")
+    expected = function(parameters, X)
+    np.testing.assert_allclose(exact(parameters, X), expected, rtol=1e-4, atol=1e-3)
+    model = nn.convert(function, recipe=DELAYED)
+    sites = listed(model, parameters, X)
+    assert list(sites) == ["first", "second", "table"]
+    assert len(sites["first"].group.layers) == 2
+    variables = model.init(KEY, parameters, X)
+    states = jax.grad(lambda v: jnp.sum(model(v, X) ** 2))(variables)[STATES]
+    assert {*states} == {*parameters}
+    assert all(np.all(np.max(x, axis=-1) > 0) for x in jax.tree.leaves(states))
+    with pytest.raises(ValueError, match="there is nothing to convert"):
+        nn.convert(lambda p, x: x + p["b"])({"b": X}, X)
