@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
+from loka_jax.nn.host import Key, Made
 from loka_jax.nn.observed import PROBE, is_of_site
 from loka_jax.nn.program import Origin, read_program, trace
-from loka_jax.nn.rewrite import Key, Made, run_program
+from loka_jax.nn.rewrite import run_program
 from loka_jax.recipe import Recipe
 
 # The collections of sites.

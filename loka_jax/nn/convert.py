@@ -28,7 +28,7 @@ from flax.core import unfreeze
 from loka_jax.nn.context import as_recipe, current
 from loka_jax.nn.conversion import Rules, run_converted, with_made
 from loka_jax.nn.converted_function import ConvertedFunction
-from loka_jax.nn.rewrite import Made
+from loka_jax.nn.host import Made
 from loka_jax.recipe import Recipe
 
 if TYPE_CHECKING:

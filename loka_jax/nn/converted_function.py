@@ -8,7 +8,7 @@ import jax
 
 from loka_jax.nn.context import current
 from loka_jax.nn.conversion import OURS, Rules, run_converted, with_made
-from loka_jax.nn.rewrite import Made
+from loka_jax.nn.host import Made
 from loka_jax.recipe import Recipe
 
 

@@ -26,6 +26,7 @@ from loka_jax.nn.group import (
     run_joined,
     without_fp8_dlhs,
 )
+from loka_jax.nn.host import Host, Key, Made
 from loka_jax.nn.products import Product, products_of, site_path
 from loka_jax.nn.program import Program, Step, Value
 from loka_jax.nn.sites import announce
@@ -35,9 +36,6 @@ from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.ops.run_site import SiteArrays
 from loka_jax.recipe import Recipe
 from loka_jax.site import BF16, SiteSpec
-
-# By collection, path of the site and name.
-type Key = tuple[str, tuple[str, ...], str]
 
 
 class Rules(Protocol):
@@ -50,64 +48,6 @@ class Rules(Protocol):
     def why_left(self, path: str, scope: str) -> str | None:
         """Returns why a site within modules is left as it is, or None."""
         ...
-
-
-@dataclasses.dataclass
-class Made:
-    """Variables that sites asked for and that were not given.
-
-    Attributes:
-        variables: by key: how to make one, and how many there are, in scans.
-        paths: of all products that can be sites, and of those left.
-    """
-
-    variables: dict[Key, tuple[Callable[[], Any], tuple[int, ...]]]
-    paths: dict[str, None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Host:
-    """What a site has of a module: its path, recipe and variables.
-
-    Attributes:
-        axis_names: none: under `shard_map`, JAX knows which values vary.
-    """
-
-    path: tuple[str, ...]
-    recipe: str | Recipe
-    stack: tuple[int, ...]
-    given: dict[Key, Any]
-    made: Made | None
-    axis_names: tuple[str, ...] = ()
-
-    def is_initializing(self) -> bool:
-        """Returns True where variables are made."""
-        return self.made is not None
-
-    def is_mutable_collection(self, collection: str) -> bool:
-        """Returns True where variables are made."""
-        del collection
-        return self.made is not None
-
-    def has_variable(self, collection: str, name: str) -> bool:
-        """Returns True if the site was given a variable."""
-        return (collection, self.path, name) in self.given
-
-    def get_variable(self, collection: str, name: str) -> Any:
-        """Returns a variable of the site."""
-        return self.given[collection, self.path, name]
-
-    def variable(self, collection: str, name: str, init: Callable[[], Any]) -> Any:
-        """Returns a variable of the site, its `value` made where none was given."""
-        key = collection, self.path, name
-        if key not in self.given and self.made is not None:
-            self.made.variables[key] = (init, self.stack)
-        return _Value(self.given[key] if key in self.given else init())
-
-
-@dataclasses.dataclass(frozen=True)
-class _Value:
-    value: Any
 
 
 def run_program(
