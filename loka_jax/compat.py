@@ -3,37 +3,14 @@
 `tests/unit/compat_test.py` names the versions that each part was tried with.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from flax import linen
+import jax.extend.core as jex
 
 # Events of `jax.monitoring`, whose names JAX may change.
 LOWERING_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILATION_EVENT = "/jax/core/compile/backend_compile_duration"
-
-
-@contextlib.contextmanager
-def dot_general_set(
-    layer: linen.Dense | linen.DenseGeneral, dot_general: Callable
-) -> Iterator[None]:
-    """Lets a bound, frozen layer of Flax multiply by `dot_general` within the block.
-
-    A `clone` with another `dot_general` would be a module of its own: a call of it runs
-    all interceptors again, those of a user included.
-    """
-    before = layer.dot_general
-    object.__setattr__(layer, "dot_general", dot_general)
-    try:
-        yield
-    finally:
-        object.__setattr__(layer, "dot_general", before)
-
-
-def bias_shapes(layer: Any, equation: str, x: Any, kernel: Any) -> Sequence[Any]:
-    """Returns the shape of the bias of a Flax Einsum, and that added to its product."""
-    return layer._get_bias_shape(equation, x, kernel)
 
 
 def evaluate(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -41,3 +18,17 @@ def evaluate(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
     params = eqn.primitive.get_bind_params(eqn.params)
     results = eqn.primitive.bind(*values, **params)
     return results if eqn.primitive.multiple_results else [results]
+
+
+def scan_operands(params: dict[str, Any], operands: Sequence[Any]) -> list[list[Any]]:
+    """Returns the operands of a scan: constants, carry, and what is cut into steps."""
+    return [[*part] for part in params["ft_in"].update(operands).unpack()]
+
+
+def closed_jaxprs(params: dict[str, Any]) -> list[Any]:
+    """Returns the jaxprs of a scan, cond, while or remat with their constants."""
+    found = [params.get(name) for name in ("jaxpr", "cond_jaxpr", "body_jaxpr")]
+    found = [x for x in (*found, *params.get("branches", ())) if x is not None]
+    return [
+        x if isinstance(x, jex.ClosedJaxpr) else jex.ClosedJaxpr(x, ()) for x in found
+    ]

@@ -33,7 +33,6 @@ class SiteContext:
         device: that kernels are planned for; JAX's default device if None.
         called: paths of the sites that were called.
         scales_initialized: all delayed scales are initialized, whatever recipes say.
-        conversions: what `nn.convert` does to the model that is called, innermost last.
     """
 
     choices: Mapping[str, str | Recipe | Choice] = dataclasses.field(
@@ -44,7 +43,6 @@ class SiteContext:
     device: Device | None = None
     called: set[str] = dataclasses.field(default_factory=set)
     scales_initialized: bool = False
-    conversions: tuple[Hashable, ...] = ()
 
     def plan(
         self,
@@ -79,7 +77,7 @@ class SiteContext:
         """All that programs depend on."""
         choices = frozenset(self.choices.items())
         seen = (self.observer, self.is_listing, self.device, self.scales_initialized)
-        return (choices, *seen, self.conversions)
+        return (choices, *seen)
 
 
 _PLAIN = SiteContext()

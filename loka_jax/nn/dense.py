@@ -95,7 +95,7 @@ class DenseVariables(Dense):
         """Returns the variables of a site, and announces it."""
         announce(self, plan, group=self.group)
         kernel, bias = dense_parameters(self, plan.spec.k)
-        return SiteVariables(kernel, bias, _with_state(self, plan, kernel)[1])
+        return SiteVariables(kernel, bias, with_state(self, plan, kernel)[1])
 
 
 def dense_parameters(module: Dense, k: int) -> tuple[Array, Array | None]:
@@ -168,8 +168,8 @@ def product(
         batch, m, k, n = _sizes(lhs, rhs, dimension_numbers)
         announce_batched(module, batch, SiteSpec(m=m, k=k, n=n))
         return out
-    lhs_rows, lhs_shape = _as_matrix(lhs, lhs_dims, contract_last=True)
-    rhs_columns, rhs_shape = _as_matrix(rhs, rhs_dims, contract_last=False)
+    lhs_rows, lhs_shape = as_matrix(lhs, lhs_dims, contract_last=True)
+    rhs_columns, rhs_shape = as_matrix(rhs, rhs_dims, contract_last=False)
     out = _site_matmul(module, (lhs_rows,), rhs_columns, **attributes)
     return out.reshape(*lhs_shape, *rhs_shape).astype(out_dtype)
 
@@ -252,7 +252,7 @@ def run_planned(
 ) -> Array | Activations:
     """Runs a site with the module's scaling state, observed by Probe."""
     _check_not_forward_mode(module, arrays)
-    plan, state = _with_state(module, plan, arrays.rhs)
+    plan, state = with_state(module, plan, arrays.rhs)
     axis_names = _bound_axes(module)
     observe = site_tap(module, plan, state, axis_names)
 
@@ -286,7 +286,7 @@ def _bound_axes(module: Any) -> tuple[str, ...]:
     return ()
 
 
-def _with_state(
+def with_state(
     module: Any, plan: KernelPlan, weight: Array
 ) -> tuple[KernelPlan, scaling.DelayedScaling | None]:
     """Returns the scaling state of a site, and the plan that goes with it.
@@ -311,7 +311,7 @@ def weight_has_fp8(k: int, n: int) -> bool:
 _ANY_BATCH = 16  # a number of rows that FP8 allows
 
 
-def _as_matrix(x: Array, dims, *, contract_last: bool):
+def as_matrix(x: Array, dims, *, contract_last: bool):
     """Returns `x` as (kept, contracted), or the reverse, and the kept shape."""
     kept = [i for i in range(x.ndim) if i not in dims]
     order = (*kept, *dims) if contract_last else (*dims, *kept)

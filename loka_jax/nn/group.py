@@ -1,5 +1,6 @@
 """Groups of a module's sites: which plans they have, and their variables."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from loka_jax.nn.context import current
 from loka_jax.ops.device import local_device
 from loka_jax.ops.group import run_group, why_not
 from loka_jax.ops.group_sites import LayerArrays
-from loka_jax.ops.plan import KernelPlan
+from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.recipe import Recipe
 from loka_jax.site import Choice, Provider
 
@@ -96,6 +97,21 @@ def joined(
     if len(own) < len(plans) or why_not(group, own) is not None:
         return None
     return own
+
+
+def without_fp8_dlhs(plan: KernelPlan) -> KernelPlan:
+    """Returns the plan with dlhs in high precision.
+
+    Below a head g is one number of an example times the head's weights
+    (docs/recipes.md, "The layer below a head").
+    """
+    recipe = plan.choice.recipe
+    if recipe.dlhs is None:
+        return plan
+    parts = recipe.name.split("/")  # one name, or those of fwd, dlhs and drhs
+    name = f"{parts[0]}/bf16/{parts[-1]}"
+    choice = Choice("group", dataclasses.replace(recipe, name=name, dlhs=None))
+    return resolve(plan.spec, choice, plan.device)
 
 
 def run_joined(

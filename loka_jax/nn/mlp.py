@@ -21,6 +21,7 @@ from loka_jax.nn.group import (
     dropout_words,
     group_plans,
     run_joined,
+    without_fp8_dlhs,
 )
 from loka_jax.nn.norm_dense import NormDense, NormParameters
 from loka_jax.nn.norms import (
@@ -32,10 +33,10 @@ from loka_jax.nn.norms import (
 )
 from loka_jax.normed import Epilogue
 from loka_jax.ops.group_sites import LayerArrays
-from loka_jax.ops.plan import KernelPlan, resolve
+from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Activations
 from loka_jax.recipe import Recipe
-from loka_jax.site import PROVIDERS, Choice, Provider, SiteSpec
+from loka_jax.site import PROVIDERS, Provider, SiteSpec
 
 # Largest share of the work that is not worth the risk of FP8 below a head.
 _SMALL_PART = 1 / 16
@@ -289,7 +290,7 @@ class Mlp(linen.Module):
         recipes = self._recipes(specs)
         *plans, last = group_plans(group, members, recipes, self.implementation)
         if last is not None and self.norm == "none":
-            last = _without_fp8_dlhs(last)
+            last = without_fp8_dlhs(last)
         return [*plans, last]
 
     def _plans(
@@ -370,13 +371,3 @@ def _runs(plans: Sequence[KernelPlan | None]) -> list[range]:
         if not is_apart:
             runs.append(range(first, first + 1 + len(rest)))
     return runs
-
-
-def _without_fp8_dlhs(plan: KernelPlan) -> KernelPlan:
-    recipe = plan.choice.recipe
-    if recipe.dlhs is None:
-        return plan
-    parts = recipe.name.split("/")  # one name, or those of fwd, dlhs and drhs
-    name = f"{parts[0]}/bf16/{parts[-1]}"
-    choice = Choice("group", dataclasses.replace(recipe, name=name, dlhs=None))
-    return resolve(plan.spec, choice, plan.device)

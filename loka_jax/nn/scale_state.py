@@ -74,28 +74,15 @@ def _check_place(module: Any, recipe: Recipe) -> None:
     """Refuses a site whose delayed scales have no place.
 
     They have none where a transformation of Flax around the site hands parameters on
-    but not the scales, nor where another module calls it by an `apply` of its own.
-
-    Args:
-        module: of the site; a `convert.Host` has a `module`.
+    but not the scales.
 
     Raises:
-        ValueError: naming the site and the remedies, first those in which the model
-            stays as it is.
+        ValueError: naming the site and the remedies.
     """
     if module.has_variable(OVERWRITE_WITH_GRADIENT, SCALES):
         return
     path = "/".join(module.path)
     remedy = "take a recipe without a state, such as 'fp8_tensorwise'"
-    inner = getattr(module, "module", module)
-    if inner is not module:
-        remedy = f"skip it, nn.convert(..., skip={path!r}), or {remedy}"
-    if inner.path != module.path:
-        raise ValueError(
-            f"site {path!r} has no place for the delayed scales of its recipe "
-            f"{recipe.name!r}, as its caller gives its variables to an `apply` of its "
-            f"own: {remedy}."
-        )
     lifted = module.is_initializing() and not module.is_mutable_collection(
         OVERWRITE_WITH_GRADIENT
     )

@@ -8,7 +8,7 @@ returns the announced sites, before anything is compiled.
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
@@ -32,13 +32,14 @@ class Site:
             dtype; None for a single product.
         together: which passes a kernel runs that includes the site's neighbours; None
             for a site by itself.
-        left: why `nn.convert` left the layer as it is; None for a site that it or the
-            model's author made.
+        left: why `nn.convert` left the product as it is; None for a site that it or
+            the model's author made.
         apart: why a norm or activation that follows is not part of the site, as far as
             `nn.convert` knows.
         count: how often the site runs in a call of the model, in the steps of a scan
             or by a layer that is shared.
         group: the sites that it may run with as one operation; None for none.
+        share: of the forward pass's FLOPs of all listed products, from 0 to 1.
     """
 
     path: str
@@ -49,6 +50,13 @@ class Site:
     apart: str | None = None
     count: int = 1
     group: Group | None = None
+    share: float = dataclasses.field(default=0.0, compare=False)
+
+    @property
+    def flops(self) -> int:
+        """The FLOPs of the forward pass, in a call of the model."""
+        sizes = self.spec.m * self.spec.k * self.spec.n
+        return 2 * sizes * (self.batch or 1) * self.count
 
     @property
     def spec(self) -> SiteSpec:
@@ -157,22 +165,24 @@ def announce(module: Any, plan: KernelPlan, **attributes):
 def list_sites(module: Any, *args, **kwargs) -> tuple[Site, ...]:
     """Returns the sites of a Linen or NNX model called with `args`, in calling order.
 
-    A site that runs several times is listed once, with a count; a layer that is left
-    only if it is not a site, of another conversion or by `super()`. Nothing is
+    A site that runs several times is listed once, with a count. Of a model of
+    `nn.convert` every product is listed, those that run as written, too. Nothing is
     computed: arguments may be `jax.ShapeDtypeStruct`s.
     """
     with site_context(is_listing=True):
         program = _trace(module, args, kwargs)
     # By the program, as layers are traced more often than they run, or not again.
-    counts: collections.Counter[Site] = collections.Counter()
+    counts: collections.Counter[Hashable] = collections.Counter()
+    sites: dict[Hashable, Site] = {}
     for site, times in _marks(program.jaxpr):
-        counts[site] += times
-    run = {site.path for site in counts if site.left is None}
-    return tuple(
-        dataclasses.replace(site, count=count)
-        for site, count in counts.items()
-        if site.left is None or site.path not in run
-    )
+        key = site.path, site.plan, site.batch, site.left, site.together
+        sites.setdefault(key, site)
+        counts[key] += times * site.count
+    listed = [
+        dataclasses.replace(site, count=counts[key]) for key, site in sites.items()
+    ]
+    total = max(1, sum(site.flops for site in listed))
+    return tuple(dataclasses.replace(x, share=x.flops / total) for x in listed)
 
 
 def _trace(module: Any, args: tuple, kwargs: dict) -> jex.ClosedJaxpr:

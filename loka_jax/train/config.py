@@ -20,7 +20,7 @@ from flax import linen
 from loka_jax.data import DataConfig
 from loka_jax.dispatch.policy import DEFAULT_LIMITS, Limits
 from loka_jax.models import Dcnv2, Dhen, DhenDlrm, Dlrm, Mmoe, RankingModel, Wukong
-from loka_jax.nn import ProbeConfig
+from loka_jax.nn import Converted, ProbeConfig
 from loka_jax.optim import OptimConfig
 from loka_jax.options import option_of, require
 from loka_jax.probe.live_errors import RECIPES
@@ -347,7 +347,7 @@ class DhenDlrmConfig(Config):
 def _check_kind(model: Any):
     """Refuses what training cannot call, as a function of a user's file may give."""
     kind = type(model).__name__
-    if not isinstance(model, linen.Module):
+    if not isinstance(model, linen.Module) or isinstance(model, Converted):
         raise ValueError(
             f"the model is a {kind}, and must be a Flax Linen module, such as a "
             "RankingModel of loka_jax.models; what nn.convert returns, and NNX models, "

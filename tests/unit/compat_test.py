@@ -6,9 +6,7 @@ import tomllib
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import linen
 
 from loka_jax import compat
 
@@ -23,24 +21,19 @@ def test_the_versions_that_may_be_installed_were_tried():
     assert {name: pins[name] for name in TRIED} == TRIED
 
 
-def test_a_layer_multiplies_otherwise_within_the_block_alone():
-    x = jnp.ones((2, 3))
+def test_the_operands_and_jaxprs_of_a_scan_are_told_apart():
+    def run(c, x, xs):
+        return jax.lax.scan(lambda x, y: (x + c + y[0] * y[1][None], x), x, xs)
 
-    class Model(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            layer = linen.Dense(4, use_bias=False)
-            zero = lambda *args, **_: 0 * jax.lax.dot_general(*args)  # noqa: E731
-            own = lambda *args, **_: 2 * jax.lax.dot_general(*args)  # noqa: E731
-            with compat.dot_general_set(layer, own):
-                with compat.dot_general_set(layer, zero):
-                    pass
-                doubled = layer(x)
-            return doubled, layer(x)
-
-    (doubled, plain), _ = Model().init_with_output(jax.random.key(0), x)
-    assert jnp.any(plain != 0)
-    np.testing.assert_array_equal(doubled, 2 * plain)
+    xs = jnp.ones(4), jnp.ones((4, 2))
+    (eqn,) = jax.make_jaxpr(run)(jnp.ones(3)[:, None], jnp.ones((3, 2)), xs).eqns
+    consts, carry, parts = compat.scan_operands(eqn.params, [1, 2, 3, 4])
+    assert (consts, carry, parts) == ([1], [2], [3, 4])
+    (closed,) = compat.closed_jaxprs(eqn.params)
+    shapes = [x.aval.shape for x in closed.jaxpr.invars]
+    assert shapes == [(3, 1), (3, 2), (), (2,)]
+    remat = jax.make_jaxpr(jax.checkpoint(jnp.sin))(1.0).eqns[0]
+    assert [x.jaxpr.eqns[0].primitive.name for x in compat.closed_jaxprs(remat.params)]
 
 
 @pytest.mark.parametrize("event", [compat.LOWERING_EVENT, compat.COMPILATION_EVENT])

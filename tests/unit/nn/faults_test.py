@@ -53,21 +53,20 @@ class JitApply(linen.Module):
 
 
 JIT_CLASS = linen.jit(linen.Dense)
-CACHED = {
-    "dense": JitMethod(),
-    "": JIT_CLASS(32),
-    "layers_0": linen.Sequential([linen.remat(linen.Dense)(32)]),
-    "Dense": JitApply(),
-}
+CACHED = [
+    ("dense", JitMethod()),
+    ("", JIT_CLASS(32)),
+    ("layers_0", linen.Sequential([linen.remat(linen.Dense)(32)])),
+    ("", JitApply()),
+]
 
 
 def is_fp8(model, variables):
     return "f8_e4m3" in str(jax.make_jaxpr(model.apply)(variables, X))
 
 
-@pytest.mark.parametrize("path", CACHED)
-def test_what_jax_traced_before_runs_under_no_other_settings(path):
-    plain = CACHED[path]
+@pytest.mark.parametrize("path, plain", CACHED, ids=range(4))
+def test_what_jax_traced_before_runs_under_no_other_settings(path, plain):
     model, wide = nn.convert(plain), nn.convert(plain, recipe="bf16")
     variables = initialized(plain, X)
     for _ in range(2):
@@ -102,29 +101,28 @@ class Own(linen.Dense):
         return inputs @ self.param("weight", linen.initializers.ones, (64, 32))
 
 
-OWN = "Own has a product of its own"
-
-
 @pytest.mark.parametrize(
-    "layer, why_not",
+    "layer, paths",
     [
-        (Lora(32), None),
-        (LoraEinsum((64, 32), "bk,kn->bn"), None),
-        (Own(32), OWN),
-        (linen.jit(linen.Dense)(32), None),
+        (Lora(32), ["", "low"]),
+        (LoraEinsum((64, 32), "bk,kn->bn"), ["", "low"]),
+        (Own(32), ["weight"]),
+        (linen.jit(linen.Dense)(32), [""]),
     ],
     ids=range(4),
 )
-def test_a_subclass_is_listed_once_and_computes_what_it_did(layer, why_not):
+def test_every_product_of_a_subclass_is_a_site_at_its_weight(layer, paths):
     for model in (nn.convert(layer, recipe="f32"), nn.convert(nn.convert(layer))):
-        (site,) = nn.list_sites(model, X)
-        assert site.left == why_not and site.count == 1
-        assert (site.spec.m, site.spec.k, site.spec.n) == (32, 64, 32)
+        sites = nn.list_sites(model, X)
+        assert [(x.path, x.left, x.count) for x in sites] == [
+            (path, None, 1) for path in paths
+        ]
+        assert {(x.spec.m, x.spec.k, x.spec.n) for x in sites} == {(32, 64, 32)}
     variables = initialized(layer, X)
     exact = nn.convert(layer, recipe="f32").apply(variables, X)
     np.testing.assert_allclose(exact, layer.apply(variables, X), rtol=1e-4, atol=1e-4)
-    (site,) = nn.list_sites(nn.convert(layer, skip=""), X)
-    assert (site.left, site.count) == ("skip=''", 1)
+    left = nn.list_sites(nn.convert(layer, skip="*"), X)
+    assert [(x.left, x.count) for x in left] == [("skip='*'", 1)] * len(paths)
 
 
 def test_of_two_conversions_the_outer_one_prevails():
@@ -152,38 +150,75 @@ class Tied(linen.Module):
 IDS = np.zeros(32, np.int32)
 
 
-def test_a_layer_with_an_apply_of_its_own_has_a_path():
-    assert list(listed(nn.convert(Tied()), IDS)) == ["decoder"]
+def test_a_tied_decoder_is_a_site_at_its_table_with_scales():
+    model = nn.convert(Tied(), recipe=DELAYED)
+    assert list(listed(model, IDS)) == ["table/embedding"]
+    variables = model.init(KEY, IDS)
+    run = lambda variables: jnp.sum(model.apply(variables, IDS) ** 2)  # noqa: E731
+    states = jax.jit(jax.grad(run))(variables)
+    assert np.all(np.max(stored(states), axis=-1) > 0)
     whole = linen.Sequential([Tied(), linen.Dense(16)])
-    (tied, _) = nn.list_sites(nn.convert(whole, skip="layers_0/decoder"), IDS)
-    assert (tied.path, tied.is_fp8) == ("layers_0/decoder", False)
-    with pytest.raises(ValueError, match=r"`apply` of its own: skip it.*'decoder'"):
-        nn.list_sites(nn.convert(Tied(), recipe=DELAYED), IDS)
+    (tied, _) = nn.list_sites(nn.convert(whole, skip="layers_0/table/*"), IDS)
+    assert (tied.path, tied.is_fp8) == ("layers_0/table/embedding", False)
 
 
 # Delayed scales under transformations of Flax.
 
 VMAPPED = linen.vmap(linen.Dense, variable_axes={"params": 0}, split_rngs={"params": 1})
+SCANNED = linen.scan(
+    linen.remat(linen.SimpleCell),
+    variable_axes={"params": 0},
+    split_rngs={"params": True},
+    in_axes=linen.broadcast,
+    length=3,
+)
+
+
+def stored(variables):
+    (table,) = {x.shape: x for x in jax.tree.leaves(variables[STATES])}.values()
+    return table
 
 
 @pytest.mark.parametrize(
-    "model, shape, path",
-    [(linen.RNN(linen.GRUCell(32)), (2, 3, 16), "cell/ir"), (VMAPPED(32), X.shape, "")],
-    ids=["rnn", "vmap"],
+    "model, arguments, shape",
+    [
+        (linen.RNN(linen.SimpleCell(32)), [rounded(32, 3, 32)], (3, 36)),
+        (SCANNED(32), [X[:, :32], rounded(32, 32)], (3, 3, 36)),
+    ],
+    ids=["rnn", "scan"],
 )
-def test_a_transformation_without_the_states_is_refused_with_both_remedies(
-    model, shape, path
+def test_scales_go_through_transformations_that_do_not_know_of_them(
+    model, arguments, shape
 ):
-    said = rf"skip={path!r}.*variable_axes of nn.scan or nn.vmap.*linen.RNN if all"
-    with pytest.raises(ValueError, match=said):
-        jax.eval_shape(nn.convert(model, recipe=DELAYED).init, KEY, jnp.ones(shape))
+    converted = nn.convert(model, recipe=DELAYED)
+    variables = converted.init(KEY, *arguments)
+    assert stored(variables).shape == shape
+
+    def loss(variables):
+        y = converted.apply(variables, *arguments)
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(y))
+
+    states = jax.jit(jax.grad(loss))(variables)[STATES]
+    assert all(np.all(np.max(x, axis=-1) > 0) for x in jax.tree.leaves(states))
 
 
-def test_the_steps_of_an_rnn_share_a_state():
-    model = linen.RNN(linen.GRUCell(32), variable_broadcast=["params", STATES])
-    model = nn.convert(model, recipe=DELAYED)
-    states = jax.eval_shape(model.init, KEY, jnp.ones((2, 3, 16)))[STATES]
-    assert {x.shape for x in jax.tree.leaves(states)} == {(3, 36)}
+def test_stacked_layers_are_sites_each_with_scales():
+    x, plain = rounded(3, 16, 64), VMAPPED(32)
+    (site,) = nn.list_sites(nn.convert(plain, recipe=DELAYED), x)
+    assert (site.spec.m, site.batch, site.count, site.is_fp8) == (16, None, 3, True)
+    variables = nn.convert(plain, recipe=DELAYED).init(KEY, x)
+    assert stored(variables).shape == (3, 3, 36)
+
+    @jax.jit
+    def run(variables, x):
+        models = plain, *(nn.convert(plain, recipe=r) for r in ("f32", DELAYED))
+        loss = lambda v, m: jnp.sum(jnp.sin(m.apply(v, x)))  # noqa: E731
+        return [jax.value_and_grad(loss)(variables, m) for m in models]
+
+    (a, da), (b, db), (_, dc) = run(variables, x)
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+    np.testing.assert_allclose(da["params"]["kernel"], db["params"]["kernel"], 1e-3)
+    assert np.all(np.max(stored(dc), axis=-1) > 0)
 
 
 # Odd operands.

@@ -1,0 +1,150 @@
+"""What a conversion does to the traced program of a model or function."""
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+
+from loka_jax.nn.host import Key, Made
+from loka_jax.nn.observed import PROBE, is_of_site
+from loka_jax.nn.program import Origin, read_program, trace
+from loka_jax.nn.rewrite import run_program
+from loka_jax.recipe import Recipe
+
+# The collections of sites.
+OURS = OVERWRITE_WITH_GRADIENT, PROBE
+
+
+def run_converted(
+    call: Callable[[Any], Any],
+    variables: Any,
+    rules: "Rules",
+    place: tuple[str, ...],
+    made: Made | None,
+) -> Any:
+    """Returns what a function of variables returns, its products as sites.
+
+    Args:
+        place: the path of the model in one that it is a part of.
+    """
+    closed, paths, rebuild = trace(call, variables)
+    origins = [
+        None if first in OURS else Origin((first, *place, *rest))
+        for first, *rest in paths
+    ]
+    program = read_program(closed.jaxpr, [*(None for _ in closed.consts), *origins])
+    arguments = [*closed.consts, *jax.tree.leaves(variables)]
+    given = _given(variables, place)
+    return rebuild(run_program(program, arguments, rules, given, made))
+
+
+def _given(variables: Any, place: tuple[str, ...]) -> dict[Key, Any]:
+    """Returns the variables of sites."""
+    given: dict[Key, Any] = {}
+    for collection in OURS:
+        leaves = jax.tree_util.tree_leaves_with_path(
+            variables.get(collection, {}), is_leaf=is_of_site
+        )
+        for keys, leaf in leaves:
+            *path, name = (jax.tree_util.keystr((k,), simple=True) for k in keys)
+            given[collection, (*place, *path), name] = leaf
+    return given
+
+
+class Rules:
+    """What conversions do with the sites of a model.
+
+    Attributes:
+        seen: paths of all that can be sites, in order.
+    """
+
+    def __init__(self, conversions: tuple[Any, ...], place: tuple[str, ...] = ()):
+        self.conversions = conversions
+        self.prefix = "".join(f"{part}/" for part in place)
+        self.seen: dict[str, None] = {}
+
+    def recipe(self, path: str) -> str | Recipe:
+        """Returns the recipe of a site that is converted."""
+        path = self.own(path)
+        for one in self.conversions:
+            if _why_left(one, path, path) is None:
+                return one.recipe
+        return self.conversions[-1].recipe
+
+    def why_left(self, path: str, scope: str) -> str | None:
+        """Returns why a site is left as it is, or None."""
+        path = self.own(path)
+        self.seen[path] = None
+        place = scope.partition("/")[2]
+        reasons = [_why_left(one, path, place) for one in self.conversions]
+        return None if None in reasons else reasons[-1]
+
+    def own(self, path: str) -> str:
+        """Returns the path of a site in the converted model itself."""
+        return path.removeprefix(self.prefix)
+
+    def check_patterns(self, parameters: Any) -> None:
+        """Refuses patterns that match no site.
+
+        Args:
+            parameters: of the model, of which a call may use a part only.
+
+        Raises:
+            ValueError: naming the patterns and the sites.
+        """
+        one, paths = self.conversions[0], {*self.seen, *_owners(parameters)}
+        if not paths:
+            raise ValueError(
+                f"{_name(one.written)} has no product of data and a parameter: "
+                "there is nothing to convert."
+            )
+        for pattern in (*one.only, *one.skip):
+            if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+                raise ValueError(
+                    f"pattern {pattern!r} matches no dense layer: there are "
+                    f"{', '.join(self.seen)}."
+                )
+
+
+def _why_left(one: Any, path: str, place: str) -> str | None:
+    for pattern in one.skip:
+        if any(fnmatch.fnmatchcase(x, pattern) for x in (path, place)):
+            return f"skip={pattern!r}"
+    if not any(fnmatch.fnmatchcase(x, p) for x in (path, place) for p in one.only):
+        return f"not in only={', '.join(one.only)}"
+    return None
+
+
+def with_made(variables: dict, made: Made, place: tuple[str, ...] = ()) -> dict:
+    """Returns variables with those of sites.
+
+    Args:
+        place: the path of the model in one that it is a part of.
+    """
+    variables = {**variables}
+    for (collection, path, name), (init, stack) in made.variables.items():
+        inner = variables[collection] = {**variables.get(collection, {})}
+        for part in path[len(place) :]:
+            inner[part] = {**inner.get(part, {})}
+            inner = inner[part]
+        inner[name] = jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (*stack, *jnp.shape(x))),  # noqa: B023
+            init(),
+        )
+    return variables
+
+
+def _name(model: Any) -> str:
+    return getattr(model, "__name__", type(model).__name__)
+
+
+def _owners(parameters: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yields the paths of modules with a kernel."""
+    if "kernel" in parameters:
+        yield "/".join(path)
+    for name, part in parameters.items():
+        if isinstance(part, Mapping):
+            yield from _owners(part, (*path, name))

@@ -1,0 +1,353 @@
+"""Runs a traced program with its products as sites, by themselves or in groups.
+
+Variables of sites, delayed scales and what Probe sees, lie beside the parameters by the
+paths of the sites. They go where the weight goes: a scan that cuts a weight into steps
+cuts them, too.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from loka_jax import compat
+from loka_jax.group import Group
+from loka_jax.nn.context import current
+from loka_jax.nn.dense import as_matrix, run_planned, with_state
+from loka_jax.nn.dense import product as dot
+from loka_jax.nn.found_groups import Layer, Together, groups_of
+from loka_jax.nn.group import (
+    Part,
+    group_plans,
+    joined,
+    run_joined,
+    without_fp8_dlhs,
+)
+from loka_jax.nn.host import Host, Key, Made
+from loka_jax.nn.products import Product, products_of, site_path
+from loka_jax.nn.program import Program, Step, Value
+from loka_jax.nn.sites import announce
+from loka_jax.ops.device import local_device
+from loka_jax.ops.group_sites import LayerArrays
+from loka_jax.ops.plan import KernelPlan, resolve
+from loka_jax.ops.run_site import SiteArrays
+from loka_jax.recipe import Recipe
+from loka_jax.site import BF16, SiteSpec
+
+
+class Rules(Protocol):
+    """What a conversion does."""
+
+    def recipe(self, path: str) -> str | Recipe:
+        """Returns the recipe of a site."""
+        ...
+
+    def why_left(self, path: str, scope: str) -> str | None:
+        """Returns why a site within modules is left as it is, or None."""
+        ...
+
+
+def run_program(
+    program: Program,
+    arguments: Sequence[Any],
+    rules: Rules,
+    given: dict[Key, Any],
+    made: Made | None = None,
+) -> list[Any]:
+    """Returns what a program returns, its products as sites.
+
+    Args:
+        arguments: of the program, its constants first.
+        given: the variables of sites.
+        made: takes the variables that are not given, where they are made.
+    """
+    run = _Run(program, rules, given, made)
+    run.values |= dict(zip(program.inputs, arguments, strict=True))
+    run.run_in_order(program.steps)
+    return [run.value(x) for x in program.outputs]
+
+
+class _Run:
+    """One run of a program, each step when its inputs are there."""
+
+    def __init__(self, program: Program, rules: Rules, given: dict, made: Made | None):
+        self.rules, self.given, self.made = rules, given, made
+        self.values: dict[Value, Any] = {}
+        self.plans: dict[Together, tuple[KernelPlan, ...]] = {}
+        self.groups: dict[str, Group] = {}
+        self.left: dict[Step, list[Product]] = {}
+        self.of_step: dict[Step, Product | Together] = {}
+        products = products_of(program, rules.why_left)
+        if made is not None:
+            made.paths |= {x.name: None for x in products if x.inside is None}
+        for each in products:
+            if each.left is not None:
+                self.left.setdefault(each.place, []).append(each)
+                continue
+            steps = {each.step}.union(*(x.steps for x in each.fused))
+            self.of_step |= dict.fromkeys(steps, each)
+        for each in self._groups(program, [x for x in products if x.left is None]):
+            self.of_step |= dict.fromkeys(each.steps, each)
+
+    def _groups(self, program: Program, sites: list[Product]) -> list[Together]:
+        """Returns the groups that run as one operation; the others are announced."""
+        running: list[Together] = []
+        for possible in groups_of(program, sites):
+            members = [*possible.group.members]
+            self.groups |= {x.path: possible.group for x in members}
+            plans = self._plans(possible)
+            parts = [possible]
+            if None in plans:
+                own = {
+                    member.path
+                    for member, plan in zip(members, plans, strict=True)
+                    if plan is not None
+                }
+                some = [x for x in map(_product, possible.layers) if x is not None]
+                parts = groups_of(program, [x for x in some if x.name in own])
+            for part in parts:
+                plans = joined(part.group, self._plans(part))
+                if plans is not None:
+                    self.plans[part] = plans
+                    running.append(part)
+        return running
+
+    def _plans(self, together: Together) -> list[KernelPlan | None]:
+        members = [*together.group.members]
+        recipes = [self.rules.recipe(x.path) for x in members]
+        plans = group_plans(together.group, members, recipes, None)
+        layers = [x for x in together.layers if x.product is not None]
+        return [
+            without_fp8_dlhs(plan) if plan is not None and layer.is_below_head else plan
+            for plan, layer in zip(plans, layers, strict=True)
+        ]
+
+    def value(self, x: Value) -> Any:
+        """Returns a value, whose step runs first if it did not."""
+        if x.constant is not None:
+            return x.constant
+        if x not in self.values:
+            assert x.maker is not None
+            self.run(x.maker)
+        return self.values[x]
+
+    def run_in_order(self, steps: Sequence[Step]) -> None:
+        """Runs all steps; a group at its last one, or where others read it."""
+        for step in steps:
+            unit = self.of_step.get(step)
+            if not isinstance(unit, Together):
+                self.run(step)
+            elif step.number == max(x.number for x in unit.steps):
+                self.run(step)
+
+    def run(self, step: Step) -> None:
+        """Runs a step, or what it is part of."""
+        if step.outputs and step.outputs[0] in self.values:
+            return
+        for product in self.left.get(step, ()):
+            self._announce_left(product)
+        unit = self.of_step.get(step)
+        if isinstance(unit, Together):
+            if not any(value in self.values for value, _ in unit.outputs):
+                self._run_group(unit)
+        elif unit is not None:
+            if _end(unit) not in self.values:
+                self.values[_end(unit)] = self._run_site(unit)
+        else:
+            values = [self.value(x) for x in step.inputs]
+            run = self._run_inner if step.inner else _run_as_written
+            self.values |= dict(zip(step.outputs, run(step, values), strict=True))
+
+    def _host(self, product: Product) -> Host:
+        recipe = self.rules.recipe(product.name)
+        return Host(product.path, recipe, product.stack, self.given, self.made)
+
+    def _announce_left(self, product: Product) -> None:
+        plan = resolve(product.spec, BF16, local_device())
+        batch = product.batch if product.batch > 1 else None
+        announce(self._host(product), plan, left=product.left, batch=batch)
+
+    def _run_site(self, product: Product) -> Array:
+        """Returns what a site makes that runs by itself."""
+        step, end = product.step, _end(product)
+        x, w = self.value(product.data), self.value(step.inputs[product.weight])
+        if product.fused:
+            out = self._run_fused(product, x, w)
+        elif product.is_stacked:
+            out = self._run_stacked(product, x, w)
+        else:
+            host, told = self._host(product), self._told(product)
+            out = dot(host, x, w, product.dims, *_options(step), **told)
+        if product.weight == 0:
+            first = len(product.dims[1][0])
+            last = first + w.ndim - len(product.dims[0][1]) - first
+            moved = out.ndim - (last - first)
+            out = jnp.moveaxis(out, range(moved, out.ndim), range(first, last))
+        return out.reshape(end.shape).astype(end.aval.dtype)
+
+    def _told(self, product: Product) -> dict[str, Any]:
+        """Returns what is announced of a site besides its plan."""
+        return dict(apart=product.apart, group=self.groups.get(product.name))
+
+    def _run_fused(self, product: Product, x: Array, w: Array) -> Array:
+        """Returns a product after its own norm and activation."""
+        host, layer = self._host(product), Layer(product.data, product, product.fused)
+        (of_x, of_w), _ = product.dims
+        rows, _ = as_matrix(x, of_x, contract_last=True)
+        kernel, _ = as_matrix(w, of_w, contract_last=False)
+        arrays = SiteArrays(rows, kernel, *self._vectors(layer))
+        plan = current().plan(product.name, _spec(layer), host.recipe, None)
+        announce(host, plan, **self._told(product))
+        out = run_planned(host, plan, arrays, epsilon=layer.epilogue.epsilon)
+        assert isinstance(out, jax.Array)
+        return out
+
+    def _run_stacked(self, product: Product, x: Array, w: Array) -> Array:
+        """Returns the products of layers that vmap stacked, each with its scales."""
+        (of_x, of_w), ((batch_x,), (batch_w,)) = product.dims
+        dims = (_without(of_x, batch_x), _without(of_w, batch_w)), ((), ())
+        side = {key: v for key, v in self.given.items() if key[1] == product.path}
+        host = self._host(product)
+        stack = (*host.stack, product.batch)
+        told = self._told(product) | {"count": product.batch}
+
+        def one(x, w, own):
+            given = dict(zip(side, own, strict=True))
+            inner = dataclasses.replace(host, given=given, stack=stack)
+            return dot(inner, x, w, dims, *_options(product.step), **told)
+
+        axes = batch_x, batch_w, 0
+        return jax.vmap(one, in_axes=axes)(x, w, [*side.values()])
+
+    def _vectors(self, layer: Layer) -> list[Array | None]:
+        """Returns the bias, gamma and beta of a layer, None for absent ones."""
+        bias, norm = layer.part("bias"), layer.part("norm")
+        own = (*(bias.vectors if bias else (None,)), *(norm.vectors if norm else ()))
+        vectors = [None if v is None else self.value(v).reshape(-1) for v in own]
+        return [*vectors, None, None][:3]
+
+    def _run_group(self, together: Together) -> None:
+        """Runs a group as one operation."""
+        group, plans = together.group, self.plans[together]
+        layers, states, rest = [], [], iter(plans)
+        for layer in together.layers:
+            kernels: tuple[Array, ...] = ()
+            if layer.product is not None:
+                plan, host = next(rest), self._host(layer.product)
+                (_, of_rhs), _ = layer.product.step.params["dimension_numbers"]
+                weight = self.value(layer.product.kernel).astype(jnp.float32)
+                kernel, _ = as_matrix(weight, of_rhs, contract_last=False)
+                announce(host, plan, group=group)
+                states.append(with_state(host, plan, kernel)[1])
+                kernels = (kernel,)
+            vectors = [
+                None if v is None else v.astype(jnp.float32)
+                for v in self._vectors(layer)
+            ]
+            layers.append((LayerArrays(kernels, *vectors),))
+        inputs = tuple(
+            (self.value(x).reshape(group.rows, -1),) for x in together.inputs
+        )
+        part = Part(tuple(layers), tuple(states))
+        outs = run_joined(group, plans, inputs, part, words=self._words(together))
+        of_number = dict(zip(group.outputs, outs, strict=True))
+        for value, number in together.outputs:
+            out = of_number[number].reshape(value.shape)
+            self.values[value] = out.astype(value.aval.dtype)
+
+    def _words(self, together: Together) -> Array | None:
+        """Returns the random bits of each layer, of the keys of the model's dropout."""
+        drops = [layer.part("dropout") for layer in together.layers]
+        if not any(drops):
+            return None
+        bits = [
+            jnp.zeros(2, jnp.uint32)
+            if drop is None or drop.vectors[0] is None
+            else jax.random.bits(self.value(drop.vectors[0]), (2,), jnp.uint32)
+            for drop in drops
+        ]
+        return jnp.stack(bits)
+
+    def _run_inner(self, step: Step, values: list[Any]) -> Sequence[Any]:
+        """Builds a step again, with the sites in the programs that it holds."""
+
+        def runs(program: Program, given: dict[Key, Any]) -> Callable[..., list[Any]]:
+            def run(*arguments):
+                arguments = (*program.consts, *arguments)
+                return run_program(program, arguments, self.rules, given, self.made)
+
+            return run
+
+        params = step.params
+        match step.name:
+            case "scan":
+                return self._run_scan(step, values, runs)
+            case "cond":
+                branches = [runs(program, self.given) for program in step.inner]
+                return jax.lax.switch(values[0], branches, *values[1:])
+            case "while":
+                condition, body = (runs(program, self.given) for program in step.inner)
+                n, m = params["cond_nconsts"], params["body_nconsts"]
+                return jax.lax.while_loop(
+                    lambda carry: condition(*values[:n], *carry)[0],
+                    lambda carry: body(*values[n : n + m], *carry),
+                    values[n + m :],
+                )
+        options = {name: params[name] for name in ("policy", "prevent_cse")}
+        return jax.checkpoint(runs(step.inner[0], self.given), **options)(*values)
+
+    def _run_scan(self, step: Step, values: list[Any], runs: Callable) -> Sequence[Any]:
+        (program,), params = step.inner, step.params
+        consts, carry, xs = compat.scan_operands(params, values)
+        of_xs = program.inputs[len(program.inputs) - len(xs) :]
+        origins = [x.origin for x in of_xs]
+        cut = {site_path(o.path) for o in origins if o is not None and o.path}
+        side = {key: x for key, x in self.given.items() if key[1] in cut}
+
+        # Lists, as keys of dictionaries are sorted.
+        def body(carry, own):
+            own, of_sites = own
+            given = self.given | dict(zip(side, of_sites, strict=True))
+            out = runs(program, given)(*consts, *carry, *own)
+            return out[: len(carry)], out[len(carry) :]
+
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        last, ys = jax.lax.scan(body, carry, (xs, [*side.values()]), **options)
+        return [*last, *ys]
+
+
+def _run_as_written(step: Step, values: list[Any]) -> Sequence[Any]:
+    return compat.evaluate(step.eqn, values)
+
+
+def _options(step: Step) -> tuple[Any, Any]:
+    return step.params["precision"], step.params["preferred_element_type"]
+
+
+def _without(dims: Sequence[int], batch: int) -> list[int]:
+    """Returns dims of an array as those of its parts along another dim."""
+    return [dim - (dim > batch) for dim in dims]
+
+
+def _product(layer: Layer) -> Product | None:
+    return layer.product
+
+
+def _end(product: Product) -> Value:
+    """Returns the value that a site makes where it runs by itself."""
+    return product.fused[-1].end if product.fused else product.step.outputs[0]
+
+
+def _spec(layer: Layer) -> SiteSpec:
+    """Returns the site of a layer, with its norm and activation."""
+    assert layer.product is not None
+    epilogue = layer.epilogue
+    return dataclasses.replace(
+        layer.product.spec,
+        norm=epilogue.norm,
+        activation=epilogue.activation,
+        use_bias=layer.part("bias") is not None,
+    )

@@ -1,0 +1,195 @@
+"""Equations that treat each row of a matrix alike, evaluated by numpy on a few rows.
+
+So a norm or an activation is known by what it computes, whether it was called by name
+or written out. Arrays are float64 of shape (probes, *trailing): the `rows` leading dims
+of a value are one here.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import scipy.special
+from numpy import ndarray
+
+_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
+_ELEMENTWISE: dict[str, Callable[..., ndarray]] = {
+    "abs": np.abs,
+    "add": np.add,
+    "add_any": np.add,
+    "and": np.logical_and,
+    "copy": np.asarray,
+    "div": np.divide,
+    "eq": np.equal,
+    "erf": scipy.special.erf,
+    "erfc": scipy.special.erfc,
+    "exp": np.exp,
+    "expm1": np.expm1,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "le": np.less_equal,
+    "log": np.log,
+    "log1p": np.log1p,
+    "logistic": scipy.special.expit,
+    "lt": np.less,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "ne": np.not_equal,
+    "neg": np.negative,
+    "not": np.logical_not,
+    "or": np.logical_or,
+    "pow": np.power,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "sign": np.sign,
+    "sqrt": np.sqrt,
+    "square": np.square,
+    "stop_gradient": np.asarray,
+    "sub": np.subtract,
+    "tanh": np.tanh,
+}
+
+
+class NotRowwise(Exception):
+    """An equation mixes rows, or is none of those known here."""
+
+
+def evaluate(eqn: Any, values: Sequence[ndarray], rows: int) -> ndarray:
+    """Returns the result of an equation.
+
+    Args:
+        values: of its operands; of shape () for scalars.
+        rows: the number of leading dims of the program's arrays.
+
+    Raises:
+        NotRowwise: if rows are mixed, or the equation is not known here.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if len(eqn.outvars) != 1:
+        raise NotRowwise
+    if name in _ELEMENTWISE:
+        return _ELEMENTWISE[name](*values)
+    out = eqn.outvars[0].aval
+    match name:
+        case "convert_element_type":
+            if np.issubdtype(out.dtype, np.bool_):
+                return values[0] != 0
+            if not jnp.issubdtype(out.dtype, np.floating):
+                raise NotRowwise
+            return np.asarray(values[0], np.float64)
+        case "reduce_precision":
+            return values[0]
+        case "integer_pow":
+            return values[0] ** params["y"]
+        case "select_n" if len(values) == 3:
+            return np.where(values[0], values[2], values[1])
+        case "clamp":
+            return np.clip(values[1], values[0], values[2])
+        case "reduce_sum" | "reduce_max" | "reduce_min":
+            axes = _trailing(params["axes"], rows)
+            reduce = {"m": np.max, "s": np.sum, "i": np.min}
+            key = {"reduce_sum": "s", "reduce_max": "m", "reduce_min": "i"}[name]
+            return reduce[key](values[0], axis=tuple(axes))
+        case "broadcast_in_dim":
+            return _broadcast(eqn, values[0], rows)
+        case "reshape" | "squeeze" | "expand_dims":
+            return _reshape(eqn, values[0], rows)
+        case _ if name in _CALLS:
+            return _call(eqn, values, rows)
+    raise NotRowwise
+
+
+def _trailing(axes: Sequence[int], rows: int) -> list[int]:
+    """Returns axes of the arrays here; none may be one of rows."""
+    if any(axis < rows for axis in axes):
+        raise NotRowwise
+    return [1 + axis - rows for axis in axes]
+
+
+def _broadcast(eqn: Any, x: ndarray, rows: int) -> ndarray:
+    shape = eqn.outvars[0].aval.shape
+    dims = eqn.params["broadcast_dimensions"]
+    if x.ndim == 0:
+        return x
+    if tuple(dims[:rows]) != tuple(range(rows)):
+        raise NotRowwise
+    own = [1] * (len(shape) - rows)
+    for at, size in zip(_trailing(dims[rows:], rows), x.shape[1:], strict=True):
+        own[at - 1] = size
+    y = x.reshape(x.shape[0], *own)
+    return np.broadcast_to(y, (x.shape[0], *shape[rows:]))
+
+
+def _reshape(eqn: Any, x: ndarray, rows: int) -> ndarray:
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if x.ndim == 0:
+        return x
+    if before[:rows] != after[:rows]:
+        raise NotRowwise
+    return x.reshape(x.shape[0], *after[rows:])
+
+
+def _call(eqn: Any, values: Sequence[ndarray], rows: int) -> ndarray:
+    inner = [*jex.jaxprs_in_params(eqn.params)]
+    if not inner:
+        raise NotRowwise
+    closed = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+    consts = getattr(closed, "consts", ())
+    jaxpr = inner[0]
+    if consts or len(jaxpr.invars) != len(values):
+        raise NotRowwise
+    env = dict(zip(jaxpr.invars, values, strict=True))
+
+    def read(atom: Any) -> ndarray:
+        return scalar(atom.val) if isinstance(atom, jex.Literal) else env[atom]
+
+    for step in jaxpr.eqns:
+        result = evaluate(step, [read(atom) for atom in step.invars], rows)
+        env[step.outvars[0]] = result
+    return read(jaxpr.outvars[0])
+
+
+def scalar(value: Any) -> ndarray:
+    """Returns a constant of one element.
+
+    Raises:
+        NotRowwise: if it has more.
+    """
+    if np.size(value) != 1:
+        raise NotRowwise
+    return np.asarray(value).reshape(()).astype(np.float64)
+
+
+@functools.cache
+def probe(n: int, seed: int = 0) -> ndarray:
+    """Returns rows of n numbers, the last so small that it shows an epsilon."""
+    drawn = np.random.default_rng(seed).standard_normal((3, n))
+    return drawn * np.array([2.0, 2.0, 1e-3])[:, None] + [[0.3], [0.0], [0.0]]
+
+
+# What activations compute.
+ACTIVATIONS: dict[str, Callable[[ndarray], ndarray]] = {
+    "relu": lambda x: np.maximum(x, 0),
+    "swish": lambda x: x * scipy.special.expit(x),
+    "gelu": lambda x: (
+        0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    ),
+    "exact gelu": lambda x: 0.5 * x * (1 + scipy.special.erf(x / np.sqrt(2))),
+    "hard_swish": lambda x: x * np.clip(x + 3, 0, 6) / 6,
+    "tanh": np.tanh,
+    "sigmoid": scipy.special.expit,
+}
+
+
+def normalized(norm: str, x: ndarray, epsilon: float, block: int) -> ndarray:
+    """Returns rows after a "layer", "rms" or "block" norm without its parameters."""
+    if norm == "block":
+        whole = x.reshape(x.shape[0], -1, min(block, x.shape[1]))
+        scale = np.sqrt(np.mean(whole**2, axis=-1, keepdims=True) + epsilon)
+        return (whole / scale).reshape(x.shape)
+    if norm == "layer":
+        x = x - np.mean(x, axis=-1, keepdims=True)
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon)

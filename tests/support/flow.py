@@ -1,0 +1,75 @@
+"""Models as others write them, call by call, with patterns of public ones."""
+
+import jax.numpy as jnp
+from flax import linen
+
+from tests.support.nn import rounded
+
+
+class CallByCall(linen.Module):
+    """A DLRM's dense part: layers by hand, features joined between two MLPs."""
+
+    @linen.compact
+    def __call__(self, x):
+        for n in (64, 32):
+            x = linen.relu(linen.Dense(n)(x))
+        x = jnp.concatenate([x, jnp.sin(x)], axis=-1)
+        for n in (64, 32):
+            x = linen.relu(linen.Dense(n)(x))
+        return linen.Dense(1, name="head")(x)[:, 0]
+
+
+class ResNet(linen.Module):
+    """Residuals after relu, a norm after that."""
+
+    @linen.compact
+    def __call__(self, x):
+        x = linen.relu(linen.Dense(32)(x))
+        for _ in range(2):
+            x = linen.LayerNorm()(x + linen.relu(linen.Dense(32)(x)))
+        return linen.Dense(1, name="head")(x)[:, 0]
+
+
+class Cross(linen.Module):
+    """A cross network by products with parameters of its own."""
+
+    @linen.compact
+    def __call__(self, x):
+        x0, init = x, linen.initializers.lecun_normal()
+        for i in range(2):
+            v = self.param(f"v_{i}", init, (32, 16))
+            u = self.param(f"u_{i}", init, (16, 32))
+            b = self.param(f"b_{i}", linen.initializers.normal(), (32,))
+            x = x0 * (jnp.matmul(jnp.matmul(x, v), u) + b) + x
+        return linen.Dense(1, name="head")(x)[:, 0]
+
+
+class PreNorm(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        h = linen.LayerNorm()(x)
+        x = x + linen.MultiHeadDotProductAttention(num_heads=2, name="attention")(h)
+        h = linen.gelu(linen.Dense(64, name="up")(linen.LayerNorm()(x)))
+        return x + linen.Dense(32, name="down")(h), None
+
+
+class Transformer(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        blocks = linen.scan(
+            linen.remat(PreNorm),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=2,
+        )
+        x, _ = blocks(name="blocks")(x.reshape(4, 8, 32), None)
+        table = linen.Embed(48, 32, name="table")
+        return table.attend(linen.RMSNorm()(x)).reshape(32, 48)[:, 0]
+
+
+MODELS = [CallByCall(), ResNet(), Cross(), Transformer()]
+X = rounded(32, 32)
+
+
+def loss(model, variables, x):
+    return jnp.sum(jnp.sin(jnp.asarray(model.apply(variables, x), jnp.float32)))
