@@ -7,7 +7,7 @@ cuts them, too.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from loka_jax.recipe import Recipe
 from loka_jax.site import BF16, SiteSpec
 
 
+@runtime_checkable
 class Rules(Protocol):
     """What a conversion does."""
 
