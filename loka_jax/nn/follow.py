@@ -145,7 +145,7 @@ def _dropouts(value: Value) -> Iterator[Following]:
 
 
 def _is_zero(value: Value) -> bool:
-    return np.size(value.constant) == 1 and value.constant == 0
+    return np.size(value.constant) == 1 and bool(np.all(value.constant == 0))
 
 
 def _region(value: Value, rows: int) -> _Region:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from loka_jax import compat
@@ -66,7 +67,8 @@ def run_program(
         made: takes the variables that are not given, where they are made.
     """
     run = _Run(program, rules, given, made)
-    run.values |= dict(zip(program.inputs, arguments, strict=True))
+    arrays = map(_as_array, arguments)
+    run.values |= dict(zip(program.inputs, arrays, strict=True))
     run.run_in_order(program.steps)
     return [run.value(x) for x in program.outputs]
 
@@ -129,7 +131,7 @@ class _Run:
     def value(self, x: Value) -> Any:
         """Returns a value, whose step runs first if it did not."""
         if x.constant is not None:
-            return x.constant
+            return _as_array(x.constant)
         if x not in self.values:
             assert x.maker is not None
             self.run(x.maker)
@@ -318,6 +320,11 @@ class _Run:
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
         last, ys = jax.lax.scan(body, carry, (xs, [*side.values()]), **options)
         return [*last, *ys]
+
+
+def _as_array(x: Any) -> Any:
+    """Returns JAX's array in place of NumPy's, which callers that do not trace give."""
+    return jnp.asarray(x) if isinstance(x, np.ndarray) and x.ndim else x
 
 
 def _run_as_written(step: Step, values: list[Any]) -> Sequence[Any]:
