@@ -6,15 +6,22 @@ of a value are one here.
 """
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
-import scipy.special
 from numpy import ndarray
 
+
+def _special(name: str) -> Callable[[ndarray], ndarray]:
+    """Returns a function of SciPy, which is imported when it is called: it is slow."""
+    return lambda x: getattr(importlib.import_module("scipy.special"), name)(x)
+
+
+_erf, _erfc, _expit = map(_special, ("erf", "erfc", "expit"))
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 _ELEMENTWISE: dict[str, Callable[..., ndarray]] = {
     "abs": np.abs,
@@ -24,8 +31,8 @@ _ELEMENTWISE: dict[str, Callable[..., ndarray]] = {
     "copy": np.asarray,
     "div": np.divide,
     "eq": np.equal,
-    "erf": scipy.special.erf,
-    "erfc": scipy.special.erfc,
+    "erf": _erf,
+    "erfc": _erfc,
     "exp": np.exp,
     "expm1": np.expm1,
     "ge": np.greater_equal,
@@ -33,7 +40,7 @@ _ELEMENTWISE: dict[str, Callable[..., ndarray]] = {
     "le": np.less_equal,
     "log": np.log,
     "log1p": np.log1p,
-    "logistic": scipy.special.expit,
+    "logistic": _expit,
     "lt": np.less,
     "max": np.maximum,
     "min": np.minimum,
@@ -173,14 +180,14 @@ def probe(n: int, seed: int = 0) -> ndarray:
 # What activations compute.
 ACTIVATIONS: dict[str, Callable[[ndarray], ndarray]] = {
     "relu": lambda x: np.maximum(x, 0),
-    "swish": lambda x: x * scipy.special.expit(x),
+    "swish": lambda x: x * _expit(x),
     "gelu": lambda x: (
         0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     ),
-    "exact gelu": lambda x: 0.5 * x * (1 + scipy.special.erf(x / np.sqrt(2))),
+    "exact gelu": lambda x: 0.5 * x * (1 + _erf(x / np.sqrt(2))),
     "hard_swish": lambda x: x * np.clip(x + 3, 0, 6) / 6,
     "tanh": np.tanh,
-    "sigmoid": scipy.special.expit,
+    "sigmoid": _expit,
 }
 
 
