@@ -3,16 +3,18 @@
     python experiments/bench/norm_tails.py --out norm_tails.json
 
 A tail writes E4M3 and its transpose forward, E5M2 backward, with the amax, as in
-training; "layer" and "rms" have gamma, "layer" beta, all have swish. For every shape,
-norm and pass: kernel time of each tile by JAX's profiler, over input sets that together
-exceed twice the L2, and its time over that of the block norm (`vs_block`). Norms of
-whole rows take two kernels, of statistics and of the tail.
+training, and E4M3 alone in inference; "layer" and "rms" have gamma, "layer" beta, all
+have swish. For every shape, norm and pass: kernel time of each tile by JAX's profiler,
+over input sets that together exceed twice the L2, and its time over that of the block
+norm (`vs_block`). Norms of whole rows take two kernels in training, of statistics and
+of the tail.
 
 Needs a Hopper GPU and the extra triton.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,8 +26,9 @@ from experiments.bench.forms import Form, num_sets, print_records, time_forms
 from loka_jax import xla
 from loka_jax.fp8 import E4M3, E5M2
 from loka_jax.normed import Epilogue, NormName, NormResiduals, NormVectors
-from loka_jax.tails import Forms, Scale, Scaled
+from loka_jax.tails import Forms, Scale, Scaled, Tails
 from loka_jax.triton import tails
+from loka_jax.triton.launch import power_of_two
 from loka_jax.triton.tails import Tile
 
 _NORMS: tuple[NormName, ...] = ("block", "layer", "rms")
@@ -69,10 +72,13 @@ def main(arguments: Arguments) -> None:
             print_records(records)
 
 
-def tiles_of(norm: NormName) -> list[Tile]:
+def tiles_of(norm: NormName, kind: str, n: int) -> list[Tile]:
     """Returns the tiles to time."""
     sizes = [(32, 256, 8), (32, 256, 4), (64, 256, 8)]
-    if norm != "block":
+    columns = power_of_two(n)
+    if norm != "block" and kind == "inference":
+        sizes = [(1, columns, 4), (1, columns, 8), (2, columns, 8), (64, 128, 4)]
+    elif norm != "block":
         sizes = [(64, 64, 4), (64, 128, 4), (64, 128, 8), (32, 128, 4), (128, 64, 8)]
     return [Tile(*size) for size in sizes]
 
@@ -80,40 +86,44 @@ def tiles_of(norm: NormName) -> list[Tile]:
 def forms_of(m: int, n: int, norm: NormName) -> dict[str, dict[str, Form]]:
     """Returns the forms of each pass: a tile each, and XLA's."""
     sets = [_operands(m, n, norm, i) for i in range(num_sets(6.0 * m * n))]
-    epilogue, scale = Epilogue(norm, "swish"), Scale.of(jnp.float32(1 / 16))
-    forward: dict[str, Any] = dict(
-        epilogue=epilogue,
-        want=Forms(bf16=False, fp8=E4M3, transposed=True, amax=True),
-        y_scale_inv=scale,
-    )
-    backward: dict[str, Any] = dict(
-        epilogue=epilogue,
-        want=Forms(bf16=False, fp8=E5M2, transposed=True, amax=True),
-        dz_scale_inv=scale,
-    )
-    passes = {"forward": {}, "backward": {}}
-    for name in (*tiles_of(norm), "xla"):
-        by, how = (xla.tails, {}) if name == "xla" else (tails, dict(tile=name))
-
-        def ahead(z, d, residuals, vectors, by=by, how=how):
-            del d, residuals
-            return _numbers(by.norm_tail([z], vectors, **forward, **how).y)
-
-        def back(z, d, residuals, vectors, by=by, how=how):
-            del z
-            out = by.norm_tail_backward([d], residuals, vectors, **backward, **how)
-            return _numbers(out.dz), out.vectors
-
-        key = name if name == "xla" else str(tuple(name))
-        for kind, run in (("forward", ahead), ("backward", back)):
-            passes[kind][key] = Form(run, sets)
-    for kind, forms in passes.items():
-        exact = forms["xla"].run
+    epilogue = Epilogue(norm, "swish")
+    passes: dict[str, dict[str, Form]] = {}
+    for kind in ("forward", "backward", "inference"):
+        exact = _run(kind, xla.tails, epilogue)
+        runs = {"xla": exact} | {
+            str(tuple(tile)): _run(kind, tails, epilogue, tile=tile)
+            for tile in tiles_of(norm, kind, n)
+        }
         passes[kind] = {
-            key: form._replace(exact=exact, least_db=_LEAST_DB)
-            for key, form in forms.items()
+            name: Form(run, sets, exact, _LEAST_DB) for name, run in runs.items()
         }
     return passes
+
+
+def _run(kind: str, by: Tails, epilogue: Epilogue, **how: Any) -> Callable[..., Any]:
+    """Returns the function of a pass by a provider of tails."""
+    scale = Scale.of(jnp.float32(1 / 16))
+    want = Forms(bf16=False, fp8=E4M3, transposed=True, amax=True)
+
+    def forward(z, d, residuals, vectors):
+        del d, residuals
+        how_y = dict(epilogue=epilogue, want=want, y_scale_inv=scale)
+        return _numbers(by.norm_tail([z], vectors, **how_y, **how).y)
+
+    def backward(z, d, residuals, vectors):
+        del z
+        in_e5m2 = dataclasses.replace(want, fp8=E5M2)
+        how_dz = dict(epilogue=epilogue, want=in_e5m2, dz_scale_inv=scale)
+        out = by.norm_tail_backward([d], residuals, vectors, **how_dz, **how)
+        return _numbers(out.dz), out.vectors
+
+    def inference(z, d, residuals, vectors):
+        del d, residuals
+        alone = Forms(bf16=False, fp8=E4M3)
+        how_y = dict(epilogue=epilogue, want=alone, y_scale_inv=scale, xhat=None)
+        return by.norm_tail([z], vectors, **how_y, **how).y.fp8
+
+    return {"forward": forward, "backward": backward, "inference": inference}[kind]
 
 
 def _numbers(y: Any) -> tuple[Any, ...]:
