@@ -6,9 +6,8 @@ through shared memory. Matrices may have any size. Operands may be padded, and r
 are written with zeros past their end: padding costs no pass of its own. Loads and
 stores take 16 bytes at a time where columns are multiples of 16.
 
-Columns that share a statistic of a norm are in one tile where that holds them: a block,
-or a whole row where no transpose is written. Else a kernel before reads the rows for
-their statistics.
+Columns that share a statistic of a norm are in one tile where that holds them. Else a
+kernel before reads the rows for their statistics.
 """
 
 import dataclasses
@@ -67,11 +66,9 @@ CROSS, CROSS_NARROW = Tile(64, 128, 4), Tile(64, 64, 4)
 GRADIENT, GRADIENT_NARROW = Tile(32, 128, 4), Tile(32, 64, 2)
 # The fastest on an H200 at 65,536 x 3,456, either way with a norm, of a cast without.
 BLOCK, NO_NORM = Tile(32, 256, 8), Tile(64, 128, 4)
-# Of norms of whole rows, and of the kernel that computes their statistics: the fastest
-# on an H200 at 8,192 x 3,072.
+# Of whole rows, and of the kernel that computes their statistics: the fastest on an
+# H200 at 8,192 x 3,072.
 ROWS, STATISTICS = Tile(64, 64, 4), {"layer": Tile(4, 256, 4), "rms": Tile(8, 256, 4)}
-# Of whole rows where no transpose is written, up to so many columns: more would spill.
-WHOLE, _MOST_COLUMNS = Tile(1, 4096, 8), 8192
 
 
 def why_not(m: int, n: int, *operands: Scaled | Array | None) -> str | None:
@@ -116,7 +113,7 @@ def norm_tail(
     rstd_shape = (blocks, run.m) if blocks > 1 else (run.m,)
     from loka_jax.triton import norm_tail_kernel  # not above: it imports Triton
 
-    tile = _tile(tile, epilogue, run.n, has_whole_rows=not want.transposed)
+    tile = _tile(tile, epilogue, run.n)
     given: dict[str, Any] = dict(summands=tuple(summands), vectors=vectors)
     given |= dict(dropout=dropout, scale_inv=y_scale_inv, mean=None, rate=None)
     of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, dtype), epsilon=epilogue.epsilon)
@@ -375,9 +372,7 @@ def _xhat_scale(epilogue: Epilogue, n: int, dtype: DTypeLike) -> float:
     return 1 / xhat_scale_inv(epilogue.norm, n) if is_fp8 else 1.0
 
 
-def _tile(
-    tile: Tile | None, epilogue: Epilogue, n: int, *, has_whole_rows: bool = False
-) -> Tile:
+def _tile(tile: Tile | None, epilogue: Epilogue, n: int) -> Tile:
     """Returns the tile of a launch, the fastest that is known if none is given."""
     norm = epilogue.norm
     columns = max(power_of_two(norm_features(norm, n)), _MIN_COLUMNS)
@@ -387,8 +382,6 @@ def _tile(
         return tile
     if norm in ("layer", "rms") and columns <= BLOCK.block_n:
         return BLOCK._replace(block_n=columns)
-    if norm in ("layer", "rms") and has_whole_rows and columns <= _MOST_COLUMNS:
-        return Tile(max(WHOLE.block_n // columns, 1), columns, WHOLE.num_warps)
     tile = {"none": NO_NORM, "block": BLOCK}.get(norm, ROWS)
     return tile._replace(block_n=min(columns, tile.block_n))
 
