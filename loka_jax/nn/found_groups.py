@@ -119,7 +119,7 @@ def groups_of(program: Program, products: list[Product]) -> list[Together]:
 
 
 def _may_be_in_group(product: Product) -> bool:
-    if product.left is not None or product.batch != 1 or product.weight != 1:
+    if product.left is not None or product.batch != 1:
         return False
     if product.spec.n < SIZE_MULTIPLE:  # a head
         return False
