@@ -19,6 +19,7 @@ from loka_jax import compat
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
+_PARTS = ("slice", "dynamic_slice", "gather", "squeeze", "reshape", "transpose")
 _BUILT_AGAIN = ("scan", "cond", "while", "remat2", "checkpoint")
 
 
@@ -168,7 +169,7 @@ def _mark_extra(program: Program, are_extra: Sequence[bool]) -> None:
     for value, is_extra in zip(program.outputs, are_extra, strict=True):
         value.is_extra &= is_extra  # of one that is returned twice
     for step in program.steps:
-        unread = [not x.readers and not x.stays for x in step.outputs]
+        unread = [_is_unread(x) for x in step.outputs]
         if step.name == "scan" and step.inner:
             _, carry, _ = compat.scan_operands(step.params, step.inputs)
             unread[: len(carry)] = [False for _ in carry]
@@ -269,6 +270,14 @@ def _step(eqn: Any, inputs: list[Value], number: int, scope: str) -> Step:
     if eqn.primitive.name in _BUILT_AGAIN:
         step.inner = _inner_programs(eqn, [x.origin for x in inputs], scope)
     return step
+
+
+def _is_unread(value: Value) -> bool:
+    """Returns True for what the whole program returns, or parts of, and never reads."""
+    return not value.stays and all(
+        step.name in _PARTS and all(map(_is_unread, step.outputs))
+        for step in value.readers
+    )
 
 
 def _joint_origin(origins: Sequence[Origin | None]) -> Origin | None:

@@ -135,9 +135,9 @@ class _Run:
         if x not in self.values:
             assert x.maker is not None
             self.run(x.maker)
-        if x not in self.values:
-            # Inside of a site or group. Nothing is computed if nobody reads it.
-            self._run_alone(x.maker)
+            if x not in self.values:
+                # Inside of a site or group. Nothing is computed if nobody reads it.
+                self._run_alone(x.maker)
         return self.values[x]
 
     def run_in_order(self, steps: Sequence[Step]) -> None:

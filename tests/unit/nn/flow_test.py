@@ -137,6 +137,35 @@ def test_values_between_that_a_model_returns_do_not_keep_its_layers_apart():
             np.testing.assert_allclose(a, b, rtol=0.05, atol=0.05)
 
 
+class Scanned(linen.Module):
+    """Layers under scan, of which each returns what it computes between."""
+
+    @linen.compact
+    def __call__(self, x):
+        class Block(linen.Module):
+            @linen.compact
+            def __call__(self, x):
+                y = linen.Dense(32)(x)
+                return linen.LayerNorm()(x + y), {"dense": y}
+
+        axes = dict(variable_axes={"params": 0}, split_rngs={"params": True})
+        x, out = linen.scan(linen.remat(Block), length=2, **axes)(name="layers")(x)
+        return x, {f"dense_{i}": out["dense"][i] for i in range(2)}
+
+
+def test_values_between_that_a_scan_returns_do_not_keep_its_layers_apart():
+    x = X.reshape(-1, 32)
+    model = nn.convert(Scanned(), recipe="f32")
+    (site,) = nn.list_sites(model, x)
+    assert layers_of(site.group)[0] == ("layers/Dense_0", "layer", "none", True)
+    grouped = nn.Planned(model, ((site.path, Choice.parse("group bf16")),))
+    variables = initialized(Scanned(), x)
+    expected = Scanned().apply(variables, x)
+    found = jax.jit(grouped.apply)(variables, x)
+    for a, b in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0.05, atol=0.05)
+
+
 class Dropped(linen.Module):
     @linen.compact
     def __call__(self, x, train=True):
