@@ -123,7 +123,7 @@ def _may_be_in_group(product: Product) -> bool:
         return False
     if product.spec.n < SIZE_MULTIPLE:  # a head
         return False
-    (lhs, _), (batched, _) = product.step.params["dimension_numbers"]
+    (lhs, _), (batched, _) = product.dims
     ndim = len(product.data.shape)
     is_last = tuple(lhs) == tuple(range(ndim - len(lhs), ndim))
     return is_last and not batched and min(product.spec.m, product.spec.n) > 0

@@ -74,8 +74,10 @@ class Product:
 
     @property
     def dims(self) -> Any:
-        """The dimension numbers."""
-        return self.step.params["dimension_numbers"]
+        """The dimension numbers, contracted dims in the order of the data's."""
+        contracted, batch = self.step.params["dimension_numbers"]
+        pairs = sorted(zip(*contracted, strict=True))
+        return tuple(zip(*pairs, strict=True)) if pairs else ((), ()), batch
 
     @property
     def is_stacked(self) -> bool:

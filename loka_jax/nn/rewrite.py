@@ -241,7 +241,7 @@ class _Run:
             kernels: tuple[Array, ...] = ()
             if layer.product is not None:
                 plan, host = next(rest), self._host(layer.product)
-                (_, of_rhs), _ = layer.product.step.params["dimension_numbers"]
+                (_, of_rhs), _ = layer.product.dims
                 weight = self.value(layer.product.kernel).astype(jnp.float32)
                 kernel, _ = as_matrix(weight, of_rhs, contract_last=False)
                 announce(host, plan, group=group)

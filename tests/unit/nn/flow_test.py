@@ -137,6 +137,22 @@ def test_values_between_that_a_model_returns_do_not_keep_its_layers_apart():
             np.testing.assert_allclose(a, b, rtol=0.05, atol=0.05)
 
 
+def test_contracted_dims_come_in_any_order():
+    def function(parameters, x):
+        y = jax.nn.relu(jnp.einsum("bd,dhk->bhk", x, parameters["first"]))
+        dims = ((2, 1), (0, 1)), ((), ())
+        return jax.lax.dot_general(y, parameters["second"], dims)
+
+    parameters = {"first": rounded(32, 4, 8, seed=1), "second": rounded(8, 4, 48)}
+    model = nn.convert(function, recipe="bf16")
+    paths = {path: Choice.parse("group bf16") for path in parameters}
+    with nn.overriding(paths):
+        assert all(site.in_group for site in nn.list_sites(model, parameters, X))
+        found = model(parameters, X)
+    expected = function(parameters, X)
+    np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.1)
+
+
 class Scanned(linen.Module):
     """Layers under scan, of which each returns what it computes between."""
 
