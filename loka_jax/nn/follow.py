@@ -88,7 +88,7 @@ def following(value: Value, rows: int) -> Iterator[Following]:
         steps = region.before[end]
         if not _is_closed(steps, end):
             continue
-        is_alone = not value.is_output and set(value.readers) <= steps
+        is_alone = not value.stays and set(value.readers) <= steps
         if found := _known(region, end):
             yield dataclasses.replace(found, is_alone=is_alone)
     yield from _residuals(value)
@@ -98,7 +98,7 @@ def following(value: Value, rows: int) -> Iterator[Following]:
 def _is_closed(steps: frozenset[Step], end: Value) -> bool:
     """Returns True if nothing else reads a result of the steps but the last."""
     inner = (y for step in steps for y in step.outputs if y is not end)
-    return all(not y.is_output and set(y.readers) <= steps for y in inner)
+    return all(not y.stays and set(y.readers) <= steps for y in inner)
 
 
 def _residuals(value: Value) -> Iterator[Following]:
@@ -109,7 +109,7 @@ def _residuals(value: Value) -> Iterator[Following]:
         if len(others) != 1 or others[0].shape != value.shape:
             continue
         if others[0].origin is None:
-            is_alone = not value.is_output and value.readers == [step]
+            is_alone = not value.stays and value.readers == [step]
             yield Following(
                 *("residual", frozenset([step]), step.outputs[0]),
                 vectors=(others[0],),
@@ -140,7 +140,7 @@ def _dropouts(value: Value) -> Iterator[Following]:
                 *("dropout", steps, choose.outputs[0]),
                 rate=round(1 - float(keep), 6),
                 vectors=(key,),
-                is_alone=not value.is_output and value.readers == [scale],
+                is_alone=not value.stays and value.readers == [scale],
             )
 
 

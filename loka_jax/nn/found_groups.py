@@ -119,11 +119,11 @@ def groups_of(program: Program, products: list[Product]) -> list[Together]:
 
 
 def _may_be_in_group(product: Product) -> bool:
-    if product.left is not None or product.batch != 1 or product.weight != 1:
+    if product.left is not None or product.batch != 1:
         return False
     if product.spec.n < SIZE_MULTIPLE:  # a head
         return False
-    (lhs, _), (batched, _) = product.step.params["dimension_numbers"]
+    (lhs, _), (batched, _) = product.dims
     ndim = len(product.data.shape)
     is_last = tuple(lhs) == tuple(range(ndim - len(lhs), ndim))
     return is_last and not batched and min(product.spec.m, product.spec.n) > 0

@@ -34,7 +34,6 @@ class Product:
 
     Attributes:
         path: of the site; of others a name by their place.
-        weight: the number of the operand that is a weight.
         stack: lengths of the scans that cut the weight into steps.
         left: why it runs as written; None for a site.
         spec: m, k and n, of each product of a batch.
@@ -47,7 +46,6 @@ class Product:
     path: tuple[str, ...]
     spec: SiteSpec
     batch: int = 1
-    weight: int = 1
     stack: tuple[int, ...] = ()
     left: str | None = None
     follows: list[Following] = dataclasses.field(default_factory=list)
@@ -67,20 +65,19 @@ class Product:
     @property
     def data(self) -> Value:
         """The operand that is no weight."""
-        return self.step.inputs[1 - self.weight]
+        return self.step.inputs[0]
 
     @property
     def kernel(self) -> Value:
         """The weight as the program's variable, before casts."""
-        return uncast(self.step.inputs[self.weight])
+        return uncast(self.step.inputs[1])
 
     @property
     def dims(self) -> Any:
-        """The dimension numbers, those of the data first."""
+        """The dimension numbers, contracted dims in the order of the data's."""
         contracted, batch = self.step.params["dimension_numbers"]
-        if self.weight == 1:
-            return contracted, batch
-        return contracted[::-1], batch[::-1]
+        pairs = sorted(zip(*contracted, strict=True))
+        return tuple(zip(*pairs, strict=True)) if pairs else ((), ()), batch
 
     @property
     def is_stacked(self) -> bool:
@@ -156,24 +153,20 @@ def _product(step: Step, why_left: Callable) -> Product:
     place = "/".join([*step.scope.split("/")[1:], step.name])
     if step.name != "dot_general":
         return _left(step, place, "a convolution")
-    if sum(is_weight) != 1:
+    if is_weight != [False, True]:
         which = "of parameters alone" if all(is_weight) else "of data and data"
         return _left(step, place, f"a product {which}")
-    weight = is_weight.index(True)
-    origin = origins[weight]
+    origin = origins[1]
     assert origin is not None and origin.path is not None
     path = site_path(origin.path)
     batch, m, k, n = _sizes(step)
-    m, n = (m, n) if weight else (n, m)
     left = why_left("/".join(path), step.scope)
     if any(x.aval.dtype.itemsize == 1 for x in step.inputs):
         left = left or "the model itself casts its operands to 8 bits"
     dtype = jnp.result_type(*(x.aval.dtype for x in step.inputs))
     if not jnp.issubdtype(dtype, jnp.floating):
         left = left or f"in {dtype}, which FP8 has no form of"
-    product = Product(
-        *(step, path, SiteSpec(m=m, k=k, n=n), batch, weight, origin.stack, left)
-    )
+    product = Product(*(step, path, SiteSpec(m=m, k=k, n=n), batch, origin.stack, left))
     if left is None and batch == 1 and not step.params["dimension_numbers"][1][0]:
         _follow(product)
     return product
@@ -199,8 +192,7 @@ def _sizes(step: Step) -> tuple[int, int, int, int]:
 
 def _follow(product: Product) -> None:
     """Finds what follows a product."""
-    if product.weight != 1 or 0 in (product.spec.m, product.spec.k, product.spec.n):
-        product.apart = "its weight comes first" if product.weight == 0 else None
+    if 0 in (product.spec.m, product.spec.k, product.spec.n):
         return
     dims = product.step.params["dimension_numbers"][0][0]
     rows = len(product.data.shape) - len(dims)
@@ -236,9 +228,9 @@ def _why_apart(
     if any(x.kind != "bias" for x in found):
         return None
     if each:
-        readers = len(value.readers) + value.is_output
+        readers = len(value.readers) + value.stays
         return f"{readers} places in the code read what a {each[0].kind} follows"
-    if value.is_output:
+    if not value.readers:
         return None
     names = sorted({step.name for step in value.readers})
     for name, text in _READERS.items():

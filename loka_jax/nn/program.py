@@ -19,6 +19,7 @@ from loka_jax import compat
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
+_PARTS = ("slice", "dynamic_slice", "gather", "squeeze", "reshape", "transpose")
 _BUILT_AGAIN = ("scan", "cond", "while", "remat2", "checkpoint")
 
 
@@ -49,6 +50,8 @@ class Value:
         maker: the step that makes it; None for an input or literal.
         readers: the steps that read it, each once.
         is_output: of its program.
+        is_extra: an output that may be computed again, as written, by itself: nothing
+            of the whole program reads it, and its caller may not, either.
     """
 
     aval: Any
@@ -57,6 +60,12 @@ class Value:
     maker: "Step | None" = None
     readers: list["Step"] = dataclasses.field(default_factory=list)
     is_output: bool = False
+    is_extra: bool = False
+
+    @property
+    def stays(self) -> bool:
+        """True for an output that no site or group can have inside."""
+        return self.is_output and not self.is_extra
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -118,13 +127,18 @@ def has_products(jaxpr: Any) -> bool:
     )
 
 
-def read_program(jaxpr: Any, origins: Sequence[Origin | None], scope="") -> Program:
+def read_program(jaxpr: Any, origins: Sequence[Origin | None]) -> Program:
     """Returns the program of a jaxpr.
 
     Args:
         origins: of its constants and arguments.
-        scope: names of the modules around it.
     """
+    program = _read_program(jaxpr, origins, "")
+    _mark_extra(program, [True for _ in program.outputs])
+    return program
+
+
+def _read_program(jaxpr: Any, origins: Sequence[Origin | None], scope: str) -> Program:
     variables = [*jaxpr.constvars, *jaxpr.invars]
     inputs = [Value(v.aval, o) for v, o in zip(variables, origins, strict=True)]
     steps: list[Step] = []
@@ -132,7 +146,37 @@ def read_program(jaxpr: Any, origins: Sequence[Origin | None], scope="") -> Prog
     outputs = _read(jaxpr, env, steps, scope)
     for value in outputs:
         value.is_output = True
-    return Program(inputs, steps, outputs)
+    return Program(inputs, _alive(steps), outputs)
+
+
+def _alive(steps: list[Step]) -> list[Step]:
+    """Returns the steps whose results are used; the others read nothing any more."""
+    alive: list[Step] = []
+    for step in reversed(steps):
+        is_read = any(x.readers or x.is_output for x in step.outputs)
+        if is_read or step.eqn.effects or not step.outputs:
+            alive.append(step)
+            continue
+        for x in step.inputs:
+            if step in x.readers:
+                x.readers.remove(step)
+    return alive[::-1]
+
+
+def _mark_extra(program: Program, are_extra: Sequence[bool]) -> None:
+    for value, is_extra in zip(program.outputs, are_extra, strict=True):
+        value.is_extra = is_extra
+    for value, is_extra in zip(program.outputs, are_extra, strict=True):
+        value.is_extra &= is_extra  # of one that is returned twice
+    for step in program.steps:
+        unread = [_is_unread(x) for x in step.outputs]
+        if step.name == "scan" and step.inner:
+            _, carry, _ = compat.scan_operands(step.params, step.inputs)
+            unread[: len(carry)] = [False for _ in carry]
+        elif step.name in ("cond", "while"):
+            unread = [False for _ in unread]
+        for inner in step.inner:
+            _mark_extra(inner, unread[: len(inner.outputs)])
 
 
 def _read(jaxpr: Any, env: dict, steps: list[Step], scope: str) -> list[Value]:
@@ -151,12 +195,59 @@ def _read(jaxpr: Any, env: dict, steps: list[Step], scope: str) -> list[Value]:
             local = dict(zip(call.constvars, consts, strict=True))
             local |= dict(zip(call.invars, inputs, strict=True))
             outputs = _read(call, local, steps, own)
+        elif name == "dot_general" and _is_turned(inputs):
+            turned = _data_first(eqn)
+            local = dict(zip(turned.invars, inputs, strict=True))
+            outputs = _read(turned, local, steps, own)
+        elif name == "transpose":
+            outputs = [_transposed(eqn, inputs[0], steps, own)]
         else:
-            step = _step(eqn, inputs, len(steps), own)
-            steps.append(step)
-            outputs = step.outputs
+            outputs = _new_step(eqn, inputs, steps, own)
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [value(atom) for atom in jaxpr.outvars]
+
+
+def _new_step(eqn: Any, inputs: list[Value], steps: list[Step], scope: str):
+    step = _step(eqn, inputs, len(steps), scope)
+    steps.append(step)
+    return step.outputs
+
+
+def _is_turned(inputs: Sequence[Value]) -> bool:
+    """Returns True for a product of a weight and data, as einsum may write it."""
+    is_weight = [x.origin is not None and x.origin.path is not None for x in inputs]
+    return is_weight == [True, False]
+
+
+def _data_first(eqn: Any) -> Any:
+    """Returns the jaxpr of a product with data first, its result as it was."""
+    params = dict(eqn.params)
+    dims, batch = params.pop("dimension_numbers")
+    first = len(batch[0])
+    if isinstance(params["precision"], tuple):
+        params["precision"] = params["precision"][::-1]
+
+    def turned(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = jax.lax.dot_general(x, w, (dims[::-1], batch[::-1]), **params)
+        free = y.ndim - first - (w.ndim - first - len(dims[0]))
+        last = range(first + free, y.ndim)
+        return jax.lax.transpose(y, (*range(first), *last, *range(first, first + free)))
+
+    jaxpr = jax.make_jaxpr(turned)(*(x.aval for x in eqn.invars)).jaxpr
+    info = eqn.source_info.replace(name_stack=type(eqn.source_info.name_stack)())
+    return jaxpr.replace(eqns=[x.replace(source_info=info) for x in jaxpr.eqns])
+
+
+def _transposed(eqn: Any, x: Value, steps: list[Step], scope: str) -> Value:
+    """Returns a value transposed; twice is once, or not at all."""
+    order = eqn.params["permutation"]
+    if x.maker is not None and x.maker.name == "transpose":
+        order = tuple(x.maker.params["permutation"][i] for i in order)
+        (x,) = x.maker.inputs
+        eqn = eqn.replace(params={"permutation": order})
+    if order == tuple(range(len(order))):
+        return x
+    return _new_step(eqn, [x], steps, scope)[0]
 
 
 def _consts(eqn: Any) -> list[Value]:
@@ -179,6 +270,14 @@ def _step(eqn: Any, inputs: list[Value], number: int, scope: str) -> Step:
     if eqn.primitive.name in _BUILT_AGAIN:
         step.inner = _inner_programs(eqn, [x.origin for x in inputs], scope)
     return step
+
+
+def _is_unread(value: Value) -> bool:
+    """Returns True for what the whole program returns, or parts of, and never reads."""
+    return not value.stays and all(
+        step.name in _PARTS and all(map(_is_unread, step.outputs))
+        for step in value.readers
+    )
 
 
 def _joint_origin(origins: Sequence[Origin | None]) -> Origin | None:
@@ -212,7 +311,7 @@ def _inner_programs(eqn: Any, origins: list, scope: str) -> tuple[Program, ...]:
             given = [origins]
     closed = compat.closed_jaxprs(eqn.params)
     programs = [
-        read_program(x.jaxpr, [*(None for _ in x.jaxpr.constvars), *own], scope)
+        _read_program(x.jaxpr, [*(None for _ in x.jaxpr.constvars), *own], scope)
         for x, own in zip(closed, given, strict=True)
     ]
     for program, x in zip(programs, closed, strict=True):

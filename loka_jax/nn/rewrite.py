@@ -135,6 +135,9 @@ class _Run:
         if x not in self.values:
             assert x.maker is not None
             self.run(x.maker)
+            if x not in self.values:
+                # Inside of a site or group. Nothing is computed if nobody reads it.
+                self._run_alone(x.maker)
         return self.values[x]
 
     def run_in_order(self, steps: Sequence[Step]) -> None:
@@ -160,9 +163,12 @@ class _Run:
             if _end(unit) not in self.values:
                 self.values[_end(unit)] = self._run_site(unit)
         else:
-            values = [self.value(x) for x in step.inputs]
-            run = self._run_inner if step.inner else _run_as_written
-            self.values |= dict(zip(step.outputs, run(step, values), strict=True))
+            self._run_alone(step)
+
+    def _run_alone(self, step: Step) -> None:
+        values = [self.value(x) for x in step.inputs]
+        run = self._run_inner if step.inner else _run_as_written
+        self.values |= dict(zip(step.outputs, run(step, values), strict=True))
 
     def _host(self, product: Product) -> Host:
         recipe = self.rules.recipe(product.name)
@@ -176,7 +182,7 @@ class _Run:
     def _run_site(self, product: Product) -> Array:
         """Returns what a site makes that runs by itself."""
         step, end = product.step, _end(product)
-        x, w = self.value(product.data), self.value(step.inputs[product.weight])
+        x, w = self.value(product.data), self.value(step.inputs[1])
         if product.fused:
             out = self._run_fused(product, x, w)
         elif product.is_stacked:
@@ -184,11 +190,6 @@ class _Run:
         else:
             host, told = self._host(product), self._told(product)
             out = dot(host, x, w, product.dims, *_options(step), **told)
-        if product.weight == 0:
-            first = len(product.dims[1][0])
-            last = first + w.ndim - len(product.dims[0][1]) - first
-            moved = out.ndim - (last - first)
-            out = jnp.moveaxis(out, range(moved, out.ndim), range(first, last))
         return out.reshape(end.shape).astype(end.aval.dtype)
 
     def _told(self, product: Product) -> dict[str, Any]:
@@ -240,7 +241,7 @@ class _Run:
             kernels: tuple[Array, ...] = ()
             if layer.product is not None:
                 plan, host = next(rest), self._host(layer.product)
-                (_, of_rhs), _ = layer.product.step.params["dimension_numbers"]
+                (_, of_rhs), _ = layer.product.dims
                 weight = self.value(layer.product.kernel).astype(jnp.float32)
                 kernel, _ = as_matrix(weight, of_rhs, contract_last=False)
                 announce(host, plan, group=group)

@@ -7,7 +7,6 @@ returns the announced sites, before anything is compiled.
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -167,7 +166,7 @@ def list_sites(module: Any, *args, **kwargs) -> tuple[Site, ...]:
 
     A site that runs several times is listed once, with a count. Of a model of
     `nn.convert` every product is listed, those that run as written, too. Nothing is
-    computed: arguments may be `jax.ShapeDtypeStruct`s.
+    computed: arguments may be `jax.ShapeDtypeStruct`s, and flags stay what they are.
     """
     with site_context(is_listing=True):
         program = _trace(module, args, kwargs)
@@ -188,16 +187,29 @@ def list_sites(module: Any, *args, **kwargs) -> tuple[Site, ...]:
 def _trace(module: Any, args: tuple, kwargs: dict) -> jex.ClosedJaxpr:
     from flax import nnx  # a tenth of a second, which not all need
 
+    # Flags stay what they are, as in a call of the model.
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = [x for x in leaves if hasattr(x, "dtype")]
+
+    def given(arrays):
+        rest = iter(arrays)
+        values = [next(rest) if hasattr(x, "dtype") else x for x in leaves]
+        return jax.tree.unflatten(tree, values)
+
     if not isinstance(module, nnx.Module):
-        init = functools.partial(module.init, **kwargs)
-        return jax.make_jaxpr(init)(jax.random.key(0), *args)
+
+        def init(key, arrays):
+            args, kwargs = given(arrays)
+            return module.init(key, *args, **kwargs)
+
+        return jax.make_jaxpr(init)(jax.random.key(0), arrays)
     graph, state = nnx.split(module)
 
-    def call(state, *args):
-        out = nnx.merge(graph, state)(*args, **kwargs)
-        return jax.tree.leaves(out)
+    def call(state, arrays):
+        args, kwargs = given(arrays)
+        return jax.tree.leaves(nnx.merge(graph, state)(*args, **kwargs))
 
-    return jax.make_jaxpr(call)(state, *args)
+    return jax.make_jaxpr(call)(state, arrays)
 
 
 # Marks where a site is in a program that is only traced.

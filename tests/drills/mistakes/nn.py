@@ -27,11 +27,11 @@ MISTAKES = [
         "unit/nn/dense_test.py",
     ),
     Mistake(
-        "a product whose weight comes first has its rows and columns swapped",
-        f"{NN}/products.py",
-        "    m, n = (m, n) if weight else (n, m)",
-        "    m, n = m, n",
-        "unit/nn/convert_test.py",
+        "a product whose weight comes first has its dims swapped",
+        f"{NN}/program.py",
+        "(dims[::-1], batch[::-1])",
+        "(dims, batch[::-1])",
+        "unit/nn/flow_test.py",
     ),
     Mistake(
         "skip wins only where only does not",

@@ -89,6 +89,99 @@ def test_a_group_computes_what_its_sites_do(plain):
         assert np.linalg.norm(x - z) < 3 * rounding + 2.0**-10 * largest
 
 
+class Told(linen.Module):
+    """Returns what it computes between, too; its einsums have the weight first."""
+
+    is_told: bool = True
+
+    @linen.compact
+    def __call__(self, x):
+        out = {}
+        gate = self.param("gate", linen.initializers.lecun_normal(), (32, 64))
+        last = self.param("last", linen.initializers.lecun_normal(), (64, 4, 8))
+        y = out["gate"] = jnp.einsum("...d,df->...f", linen.LayerNorm()(x), gate)
+        y = out["mlp"] = jnp.einsum("bf,fhd->hbd", linen.gelu(y), last)
+        y = out["dense"] = linen.Dense(32)(y.transpose(1, 0, 2).reshape(x.shape))
+        x = out["sum"] = x + y
+        x = linen.Dense(32)(linen.LayerNorm()(x))
+        return x, out if self.is_told else {}
+
+
+def test_values_between_that_a_model_returns_do_not_keep_its_layers_apart():
+    x = X.reshape(-1, 32)
+    told, silent = (
+        nn.convert(Told(is_told), recipe="f32") for is_told in (True, False)
+    )
+    variables = initialized(Told(), x)
+    groups_of = lambda m: {k: v.group for k, v in listed(m, x).items()}  # noqa: E731
+    assert groups_of(told) == groups_of(silent)
+    group = groups_of(told)["gate"]
+    assert layers_of(group) == [
+        (None, "layer", "none", False),
+        ("gate", "none", "gelu", False),
+        ("last", "none", "none", False),
+    ]
+    assert layers_of(groups_of(told)["Dense_0"])[0] == (
+        "Dense_0",
+        "layer",
+        "none",
+        True,
+    )
+    grouped = nn.Planned(
+        told, tuple((x.path, Choice.parse("group bf16")) for x in group.members)
+    )
+    expected = Told().apply(variables, x)
+    for model in (told, grouped):
+        found = jax.jit(model.apply)(variables, x)
+        for a, b in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0.05, atol=0.05)
+
+
+def test_contracted_dims_come_in_any_order():
+    def function(parameters, x):
+        y = jax.nn.relu(jnp.einsum("bd,dhk->bhk", x, parameters["first"]))
+        dims = ((2, 1), (0, 1)), ((), ())
+        return jax.lax.dot_general(y, parameters["second"], dims)
+
+    parameters = {"first": rounded(32, 4, 8, seed=1), "second": rounded(8, 4, 48)}
+    model = nn.convert(function, recipe="bf16")
+    paths = {path: Choice.parse("group bf16") for path in parameters}
+    with nn.overriding(paths):
+        assert all(site.in_group for site in nn.list_sites(model, parameters, X))
+        found = model(parameters, X)
+    expected = function(parameters, X)
+    np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.1)
+
+
+class Scanned(linen.Module):
+    """Layers under scan, of which each returns what it computes between."""
+
+    @linen.compact
+    def __call__(self, x):
+        class Block(linen.Module):
+            @linen.compact
+            def __call__(self, x):
+                y = linen.Dense(32)(x)
+                return linen.LayerNorm()(x + y), {"dense": y}
+
+        axes = dict(variable_axes={"params": 0}, split_rngs={"params": True})
+        x, out = linen.scan(linen.remat(Block), length=2, **axes)(name="layers")(x)
+        return x, {f"dense_{i}": out["dense"][i] for i in range(2)}
+
+
+def test_values_between_that_a_scan_returns_do_not_keep_its_layers_apart():
+    x = X.reshape(-1, 32)
+    model = nn.convert(Scanned(), recipe="f32")
+    (site,) = nn.list_sites(model, x)
+    assert layers_of(site.group)[0] == ("layers/Dense_0", "layer", "none", True)
+    grouped = nn.Planned(model, ((site.path, Choice.parse("group bf16")),))
+    variables = initialized(Scanned(), x)
+    expected = Scanned().apply(variables, x)
+    found = jax.jit(grouped.apply)(variables, x)
+    for a, b in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0.05, atol=0.05)
+
+
 class Dropped(linen.Module):
     @linen.compact
     def __call__(self, x, train=True):

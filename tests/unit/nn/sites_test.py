@@ -77,6 +77,20 @@ def test_sites_tell_in_calling_order_what_they_are_and_what_runs():
     assert nn.list_sites(Net(), X, is_short=True) == sites[:3]
 
 
+class Flagged(linen.Module):
+    @linen.compact
+    def __call__(self, x, is_wide, *, mask):
+        y = linen.Dense(32 if is_wide else 16)(x * mask)
+        return y if is_wide else linen.Dense(16)(y)
+
+
+def test_flags_stay_what_they_are_and_arrays_need_no_values():
+    model = nn.convert(Flagged())
+    for is_wide, sizes in ((True, [32]), (False, [16, 16])):
+        sites = nn.list_sites(model, X, is_wide, mask=X)
+        assert [site.spec.n for site in sites] == sizes
+
+
 def test_a_row_has_the_columns_of_a_site():
     model = nn.Mlp((32, 48), recipe="fp8_rowwise", norm="layer", activation="swish")
     row = nn.list_sites(model, X)[1].as_row()
