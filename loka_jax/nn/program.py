@@ -49,6 +49,7 @@ class Value:
         maker: the step that makes it; None for an input or literal.
         readers: the steps that read it, each once.
         is_output: of its program.
+        following: what `follow` found behind it, by its number of leading dims.
     """
 
     aval: Any
@@ -57,6 +58,7 @@ class Value:
     maker: "Step | None" = None
     readers: list["Step"] = dataclasses.field(default_factory=list)
     is_output: bool = False
+    following: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, ...]:
