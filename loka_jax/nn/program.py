@@ -103,12 +103,14 @@ class Program:
     Attributes:
         inputs: the values of its constants and arguments.
         consts: the constants.
+        found: its products and groups, once `found_groups.find` was there.
     """
 
     inputs: list[Value]
     steps: list[Step]
     outputs: list[Value]
     consts: Sequence[Any] = ()
+    found: Any = None
 
 
 def has_products(jaxpr: Any) -> bool:
