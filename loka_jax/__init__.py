@@ -4,8 +4,9 @@ import importlib
 import os
 import types
 import typing
+from collections.abc import Collection, Mapping, Sequence
 
-from loka_jax import checked
+from loka_jax import checked, chosen
 
 if typing.TYPE_CHECKING:
     from loka_jax.predict import Predictor
@@ -18,6 +19,7 @@ PUBLIC = (
     *("ops.matmul", "ops.embedding", "ops.collectives", "ops.exchange"),
     *("probe.site", "probe.sampling"),
     *("dispatch.plan", "dispatch.policy", "dispatch.local", "dispatch.at_start"),
+    "dispatch.site_table",
 )
 
 
@@ -27,7 +29,16 @@ def _why_wrong(family: str) -> str | None:
     return family_checks.why_wrong(family)
 
 
+def _choose(
+    sites: Sequence[typing.Any], in_float32: Collection[str]
+) -> Mapping[str, chosen.Chosen]:
+    from loka_jax.dispatch import by_default
+
+    return by_default.choose(sites, in_float32)
+
+
 checked.use(_why_wrong)
+chosen.use(_choose)
 
 
 def __getattr__(name: str) -> types.ModuleType:

@@ -51,10 +51,12 @@ def why_no_fp8(device: Device) -> str | None:
     return f"its compute capability is {capability}, and FP8 needs 8.9"
 
 
-def candidates(spec: SiteSpec, device: Device = HOPPER) -> Iterator[Choice]:
+def candidates(
+    spec: SiteSpec, device: Device = HOPPER, recipes: tuple[str, ...] = RECIPES
+) -> Iterator[Choice]:
     """Yields the candidates of a site on a device, XLA's bfloat16 first."""
     for provider in ALONE:
-        for name in RECIPES:
+        for name in recipes:
             choice = Choice.parse(f"{provider} {name}")
             if why_not(choice, spec, device) is None:
                 yield choice

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loka_jax.dispatch.candidates import candidates, table_key
+from loka_jax.dispatch.candidates import RECIPES, candidates, table_key
 from loka_jax.dispatch.regression import (
     LEAST_POINTS,
     Points,
@@ -133,6 +133,7 @@ class PerformanceModel:
         roofline: of this device; None without predictions.
         doubt: spreads off its prediction at which a time is given.
         predicts: whether candidates are predicted.
+        recipes: of the candidates.
     """
 
     table: Table
@@ -141,6 +142,7 @@ class PerformanceModel:
     device: Device = HOPPER
     doubt: float = 0.0
     predicts: bool = True
+    recipes: tuple[str, ...] = RECIPES
 
     @classmethod
     def of(
@@ -176,6 +178,11 @@ class PerformanceModel:
     def measured(self) -> "PerformanceModel":
         """Returns the model without predictions of candidates."""
         return dataclasses.replace(self, predicts=False)
+
+    def in_bf16(self) -> "PerformanceModel":
+        """Returns the model without FP8, which is fitted in a fraction of the time."""
+        table, fits = _in_bf16(self.table), Fits(_in_bf16(self.fits.table))
+        return dataclasses.replace(self, table=table, fits=fits, recipes=("bf16",))
 
     def estimates(self, spec: SiteSpec) -> Estimates:
         """Returns the times and errors at a site, for exactly its number of rows."""
@@ -213,7 +220,7 @@ class PerformanceModel:
         spreads: dict[str, dict[str, float]] = {}
         choices = [
             choice
-            for choice in candidates(spec, self.device)
+            for choice in candidates(spec, self.device, self.recipes)
             if self.predicts and choice.name not in measured.failures
         ]
 
@@ -283,6 +290,21 @@ class PerformanceModel:
         assert self.roofline is not None
         is_other = self.roofline != self.fits.table.roofline
         return _points(problems, pass_name, self.roofline, found.kinds, is_other)
+
+
+def _in_bf16(table: Table) -> Table:
+    """Returns a table without times in FP8."""
+    sites = {
+        spec: dataclasses.replace(
+            entry,
+            times={
+                name: {x: us for x, us in times.items() if x.endswith(" bf16")}
+                for name, times in entry.times.items()
+            },
+        )
+        for spec, entry in table.sites.items()
+    }
+    return Table(table.header, sites, table.roofline)
 
 
 def _points(

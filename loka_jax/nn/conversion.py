@@ -1,5 +1,6 @@
 """What a conversion does to the traced program of a model or function."""
 
+import contextlib
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -8,11 +9,16 @@ import jax
 import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
+from loka_jax.chosen import Chosen
+from loka_jax.nn.by_default import chosen_by_default
+from loka_jax.nn.context import current, site_context
+from loka_jax.nn.found_groups import find
 from loka_jax.nn.host import Key, Made
 from loka_jax.nn.observed import PROBE, is_of_site
 from loka_jax.nn.program import Origin, read_program, trace
 from loka_jax.nn.rewrite import run_program
 from loka_jax.recipe import Recipe
+from loka_jax.site import BF16
 
 # The collections of sites.
 OURS = OVERWRITE_WITH_GRADIENT, PROBE
@@ -36,9 +42,19 @@ def run_converted(
         for first, *rest in paths
     ]
     program = read_program(closed.jaxpr, [*(None for _ in closed.consts), *origins])
+    find(program, rules.why_left)
+    rules.chosen = chosen_by_default(program, rules.has_recipe)
     arguments = [*closed.consts, *jax.tree.leaves(variables)]
     given = _given(variables, place)
-    return rebuild(run_program(program, arguments, rules, given, made))
+    with _choosing(rules.chosen):
+        return rebuild(run_program(program, arguments, rules, given, made))
+
+
+def _choosing(chosen: Mapping[str, Chosen]) -> contextlib.AbstractContextManager:
+    choices = {x: own.choice for x, own in chosen.items() if own.choice is not None}
+    if not choices:
+        return contextlib.nullcontext()
+    return site_context(choices={**choices, **current().choices})
 
 
 def _given(variables: Any, place: tuple[str, ...]) -> dict[Key, Any]:
@@ -59,20 +75,27 @@ class Rules:
 
     Attributes:
         seen: paths of all that can be sites, in order.
+        chosen: what runs at sites for which nobody chose, by path.
     """
 
     def __init__(self, conversions: tuple[Any, ...], place: tuple[str, ...] = ()):
         self.conversions = conversions
         self.prefix = "".join(f"{part}/" for part in place)
         self.seen: dict[str, None] = {}
+        self.chosen: Mapping[str, Chosen] = {}
 
     def recipe(self, path: str) -> str | Recipe:
-        """Returns the recipe of a site that is converted."""
+        """Returns the recipe of a site that is converted; bfloat16 without one."""
+        return self._recipe(path) or BF16.recipe
+
+    def has_recipe(self, path: str) -> bool:
+        """Returns True if somebody gave a site a recipe."""
+        return self._recipe(path) is not None
+
+    def _recipe(self, path: str) -> str | Recipe | None:
         path = self.own(path)
-        for one in self.conversions:
-            if _why_left(one, path, path) is None:
-                return one.recipe
-        return self.conversions[-1].recipe
+        own = [x for x in self.conversions if _why_left(x, path, path) is None]
+        return next((x.recipe for x in own if x.recipe is not None), None)
 
     def why_left(self, path: str, scope: str) -> str | None:
         """Returns why a site is left as it is, or None."""

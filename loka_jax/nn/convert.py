@@ -46,7 +46,7 @@ def convert[M: "nnx.Module"](model: M, *, recipe=..., only=..., skip=...) -> M: 
 def convert(
     model: Any,
     *,
-    recipe: str | Recipe = "fp8_tensorwise",
+    recipe: str | Recipe | None = None,
     only: str | tuple[str, ...] = "*",
     skip: str | tuple[str, ...] = (),
 ) -> Any:
@@ -56,6 +56,11 @@ def convert(
         model: any Linen module, in which our own modules keep their recipes; or any NNX
             module, of which a copy is returned, see `convert_nnx`; or a function whose
             first argument is a dictionary of parameters, see `ConvertedFunction`.
+        recipe: of all sites, whatever it costs. Without one each site and group runs
+            what Dispatch predicts to be the fastest in training: bfloat16 by XLA or by
+            kernels of ours, or as written; FP8 only by a plan (`nn.Planned`) that knows
+            its errors. Without a GPU all sites run as written. An NNX module runs
+            bfloat16.
         only: patterns of paths ("tower/*") of the sites to convert, or of the modules
             that they are in.
         skip: patterns of what to leave as it is, though in `only`.
@@ -65,7 +70,8 @@ def convert(
             but its class, say; if a pattern matches no site, of a Linen model when it
             is called.
     """
-    as_recipe(recipe)
+    if recipe is not None:
+        as_recipe(recipe)
     if isinstance(model, type):
         raise ValueError(f"{model.__name__} is a class: give a model, an instance.")
     from flax import nnx  # a tenth of a second, which not all need
@@ -73,7 +79,7 @@ def convert(
     if isinstance(model, nnx.Module):
         from loka_jax.nn.nnx_convert import convert_nnx
 
-        return convert_nnx(model, recipe, _patterns(only), _patterns(skip))
+        return convert_nnx(model, recipe or "bf16", _patterns(only), _patterns(skip))
     if inspect.isfunction(model):
         return ConvertedFunction(model, recipe, _patterns(only), _patterns(skip))
     if not hasattr(model, "apply"):
@@ -96,7 +102,7 @@ class Converted(linen.Module):
     """
 
     of: Written
-    recipe: str | Recipe = "fp8_tensorwise"
+    recipe: str | Recipe | None = None
     only: tuple[str, ...] = ("*",)
     skip: tuple[str, ...] = ()
 

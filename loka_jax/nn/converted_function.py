@@ -20,7 +20,7 @@ class ConvertedFunction:
     """
 
     written: Callable[..., Any]
-    recipe: str | Recipe
+    recipe: str | Recipe | None
     only: tuple[str, ...]
     skip: tuple[str, ...]
 

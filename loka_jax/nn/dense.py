@@ -247,6 +247,10 @@ def _site_matmul(
     return out
 
 
+# Layers alike are traced, differentiated and lowered once, as JAX's cache finds them.
+_run_alike = jax.jit(run_site, static_argnames=("plan", "epsilon", "axis_names"))
+
+
 def run_planned(
     module: Any, plan: KernelPlan, arrays: SiteArrays, **options
 ) -> Array | Activations:
@@ -257,9 +261,10 @@ def run_planned(
     observe = site_tap(module, plan, state, axis_names)
 
     def run(arrays, state, observe):
-        return run_site(
-            plan, arrays, state, axis_names=axis_names, observe=observe, **options
-        )
+        if observe is None:
+            return _run_alike(plan, arrays, state, axis_names=axis_names, **options)
+        own = options | dict(axis_names=axis_names, observe=observe)
+        return run_site(plan, arrays, state, **own)
 
     lhs = arrays.lhs.y if isinstance(arrays.lhs, Activations) else arrays.lhs
     return run_in_auto(run, lhs, arrays.rhs, arrays, state, observe)

@@ -75,12 +75,19 @@ class _Region:
     literals: set[float]
 
 
-def following(value: Value, rows: int) -> Iterator[Following]:
-    """Yields what may follow a value, the longest first.
+def following(value: Value, rows: int) -> list[Following]:
+    """Returns what may follow a value, the longest first.
 
     Args:
         rows: the number of its leading dims.
     """
+    # Products, norms and groups ask for the same values again.
+    if rows not in value.following:
+        value.following[rows] = [*_following(value, rows)]
+    return value.following[rows]
+
+
+def _following(value: Value, rows: int) -> Iterator[Following]:
     region = _region(value, rows)
     for end in reversed([*region.results]):
         if end is value or end.shape != value.shape:

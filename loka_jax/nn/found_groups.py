@@ -6,15 +6,16 @@ nothing else in the program lies between them.
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from loka_jax.fp8 import SIZE_MULTIPLE
 from loka_jax.group import Dense, Group, Member
 from loka_jax.nn.follow import Following, following
-from loka_jax.nn.products import RANKS, Product, follow, uncast
+from loka_jax.nn.products import RANKS, Product, follow, products_of, uncast
 from loka_jax.nn.program import Program, Step, Value
-from loka_jax.normed import ActivationName, Epilogue
+from loka_jax.normed import Epilogue
+from loka_jax.site import SiteSpec
 
 _CASTS = ("convert_element_type",)
 
@@ -67,6 +68,17 @@ class Layer:
         return Epilogue(norm_name, activation, epsilon)
 
     @property
+    def spec(self) -> SiteSpec:
+        """The site of its product, with its norm and activation."""
+        assert self.product is not None
+        return dataclasses.replace(
+            self.product.spec,
+            norm=self.epilogue.norm,
+            activation=self.epilogue.activation,
+            use_bias=self.part("bias") is not None,
+        )
+
+    @property
     def is_below_head(self) -> bool:
         """True if a product too narrow for FP8 reads the result, with no norm."""
         if self.part("norm") is not None:
@@ -104,6 +116,26 @@ class Together:
     inputs: list[Value]
     outputs: list[tuple[Value, int]]
     steps: set[Step]
+
+
+class Found(NamedTuple):
+    """What was found in a program: its products, and the groups of its sites."""
+
+    products: list[Product]
+    groups: list[Together]
+
+
+def find(program: Program, why_left: Callable[[str, str], str | None]) -> None:
+    """Finds products and groups in a program and in those of its steps.
+
+    Args:
+        why_left: as of `products_of`.
+    """
+    products = products_of(program, why_left)
+    sites = [x for x in products if x.left is None]
+    program.found = Found(products, groups_of(program, sites))
+    for inner in (x for step in program.steps for x in step.inner):
+        find(inner, why_left)
 
 
 def groups_of(program: Program, products: list[Product]) -> list[Together]:
@@ -267,14 +299,4 @@ def _casts_of(value: Value, steps: set[Step]) -> list[Value]:
 
 def _member(layer: Layer) -> Member | None:
     product = layer.product
-    if product is None:
-        return None
-    epilogue = layer.epilogue
-    activation: ActivationName = epilogue.activation
-    spec = dataclasses.replace(
-        product.spec,
-        norm=epilogue.norm,
-        activation=activation,
-        use_bias=layer.part("bias") is not None,
-    )
-    return Member(product.name, spec)
+    return None if product is None else Member(product.name, layer.spec)

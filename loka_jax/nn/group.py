@@ -43,17 +43,35 @@ class Part(NamedTuple):
     states: tuple[Any, ...]
 
 
+class GroupPlan(NamedTuple):
+    """The plan of a site of a group, and why the site runs apart if it does."""
+
+    plan: KernelPlan
+    why_apart: str | None
+
+
 def group_plans(
     group: Group,
     members: Sequence[Member],
     recipes: Sequence[str | Recipe],
     implementation: Provider | None,
 ) -> list[KernelPlan | None]:
-    """Returns the plans of the sites that run in a group; None for the others.
+    """Returns the plans of the sites that run in a group; None for the others."""
+    each = plans_in_group(group, members, recipes, implementation)
+    return [x.plan if x.why_apart is None else None for x in each]
 
-    A site does if its choice or the module's implementation says "group". By default
-    all sites of a group do that has a wide one, where the kernels of tails run; of a
-    cross network only in FP8.
+
+def plans_in_group(
+    group: Group,
+    members: Sequence[Member],
+    recipes: Sequence[str | Recipe],
+    implementation: Provider | None,
+) -> list[GroupPlan]:
+    """Returns the plans of sites in a group, and why they run apart.
+
+    A site runs in it if its choice or the module's implementation says "group". By
+    default all sites of a group do that has a wide one, where the kernels of tails run;
+    of a cross network only in FP8.
 
     Args:
         group: all of it.
@@ -61,26 +79,36 @@ def group_plans(
         recipes: of each.
         implementation: of the module.
     """
-    if implementation not in (None, "group") or current().observer is not None:
-        return [None for _ in recipes]
-    return [
-        plan if _is_in_group(plan, member.path, group, implementation) else None
-        for member, recipe in zip(members, recipes, strict=True)
-        for plan in [current().plan(member.path, member.spec, recipe, "group")]
-    ]
+    each = []
+    for member, recipe in zip(members, recipes, strict=True):
+        plan = current().plan(member.path, member.spec, recipe, "group")
+        why_apart = _why_apart(plan, member.path, group, implementation)
+        each.append(GroupPlan(plan, why_apart))
+    return each
 
 
-def _is_in_group(
+def _why_apart(
     plan: KernelPlan, path: str, group: Group, implementation: Provider | None
-) -> bool:
-    if plan.choice.provider != "group" or plan.why_not is not None:
-        return False
+) -> str | None:
+    if implementation not in (None, "group"):
+        return f"implementation {implementation!r}"
+    if current().observer is not None:
+        return "Probe observes it"
+    if plan.choice.provider != "group":
+        return f"its choice is {plan.choice.name}"
+    if plan.why_not is not None:
+        return plan.why_not
     if implementation == "group" or isinstance(current().choices.get(path), Choice):
-        return True
+        return None
     sizes = [size for x in group.members for size in (x.spec.k, x.spec.n)]
-    if max(sizes) < WIDE or not runs_tails():
-        return False
-    return plan.choice.is_fp8 or isinstance(group.layer_of(path), Dense)
+    if max(sizes) < WIDE:
+        return f"none of its layers is {WIDE:,} wide"
+    device = current().device or local_device()
+    if (missing := triton.why_not_installed() or device.why_not_tails) is not None:
+        return missing
+    if plan.choice.is_fp8 or isinstance(group.layer_of(path), Dense):
+        return None
+    return "a cross network in bfloat16"
 
 
 def runs_tails() -> bool:

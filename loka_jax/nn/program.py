@@ -52,6 +52,7 @@ class Value:
         is_output: of its program.
         is_extra: an output that may be computed again, as written, by itself: nothing
             of the whole program reads it, and its caller may not, either.
+        following: what `follow` found behind it, by its number of leading dims.
     """
 
     aval: Any
@@ -61,6 +62,7 @@ class Value:
     readers: list["Step"] = dataclasses.field(default_factory=list)
     is_output: bool = False
     is_extra: bool = False
+    following: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def stays(self) -> bool:
@@ -110,12 +112,14 @@ class Program:
     Attributes:
         inputs: the values of its constants and arguments.
         consts: the constants.
+        found: its products and groups, once `found_groups.find` was there.
     """
 
     inputs: list[Value]
     steps: list[Step]
     outputs: list[Value]
     consts: Sequence[Any] = ()
+    found: Any = None
 
 
 def has_products(jaxpr: Any) -> bool:

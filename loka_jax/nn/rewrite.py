@@ -6,7 +6,7 @@ cuts them, too.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -15,23 +15,25 @@ import numpy as np
 from jaxtyping import Array
 
 from loka_jax import compat
-from loka_jax.group import Group
+from loka_jax.chosen import Chosen
+from loka_jax.group import Group, Member
 from loka_jax.nn.context import current
 from loka_jax.nn.dense import as_matrix, run_planned, with_state
 from loka_jax.nn.dense import product as dot
 from loka_jax.nn.found_groups import Layer, Together, groups_of
 from loka_jax.nn.group import (
+    GroupPlan,
     Part,
-    group_plans,
-    joined,
+    plans_in_group,
     run_joined,
     without_fp8_dlhs,
 )
 from loka_jax.nn.host import Host, Key, Made
-from loka_jax.nn.products import Product, products_of, site_path
+from loka_jax.nn.products import Product, site_path
 from loka_jax.nn.program import Program, Step, Value
 from loka_jax.nn.sites import announce
 from loka_jax.ops.device import local_device
+from loka_jax.ops.group import why_not
 from loka_jax.ops.group_sites import LayerArrays
 from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.ops.run_site import SiteArrays
@@ -47,8 +49,9 @@ class Rules(Protocol):
         """Returns the recipe of a site."""
         ...
 
-    def why_left(self, path: str, scope: str) -> str | None:
-        """Returns why a site within modules is left as it is, or None."""
+    @property
+    def chosen(self) -> Mapping[str, Chosen]:
+        """What runs at sites for which nobody chose, by path."""
         ...
 
 
@@ -62,6 +65,7 @@ def run_program(
     """Returns what a program returns, its products as sites.
 
     Args:
+        program: in which `found_groups.find` was.
         arguments: of the program, its constants first.
         given: the variables of sites.
         made: takes the variables that are not given, where they are made.
@@ -83,50 +87,73 @@ class _Run:
         self.groups: dict[str, Group] = {}
         self.left: dict[Step, list[Product]] = {}
         self.of_step: dict[Step, Product | Together] = {}
-        products = products_of(program, rules.why_left)
+        self.apart: dict[str, str] = {}
+        products, groups = program.found
         if made is not None:
             made.paths |= {x.name: None for x in products if x.inside is None}
         for each in products:
-            if each.left is not None:
+            if each.left is not None or self._is_as_written(each.name):
                 self.left.setdefault(each.place, []).append(each)
                 continue
             steps = {each.step}.union(*(x.steps for x in each.fused))
             self.of_step |= dict.fromkeys(steps, each)
-        for each in self._groups(program, [x for x in products if x.left is None]):
+        for each in self._running(program, groups):
             self.of_step |= dict.fromkeys(each.steps, each)
 
-    def _groups(self, program: Program, sites: list[Product]) -> list[Together]:
+    def _is_as_written(self, path: str) -> bool:
+        """Returns True for a site that is fastest as written; Probe observes all."""
+        chosen = self.rules.chosen.get(path)
+        is_observed = current().observer is not None
+        return chosen is not None and chosen.choice is None and not is_observed
+
+    def _running(self, program: Program, groups: list[Together]) -> list[Together]:
         """Returns the groups that run as one operation; the others are announced."""
         running: list[Together] = []
-        for possible in groups_of(program, sites):
+        for possible in groups:
             members = [*possible.group.members]
             self.groups |= {x.path: possible.group for x in members}
-            plans = self._plans(possible)
             parts = [possible]
-            if None in plans:
-                own = {
-                    member.path
-                    for member, plan in zip(members, plans, strict=True)
-                    if plan is not None
-                }
+            plans = self._plans(possible)
+            reasons = {
+                member.path: own.why_apart
+                for member, own in zip(members, plans, strict=True)
+                if own.why_apart is not None
+            }
+            if reasons:
                 some = [x for x in map(_product, possible.layers) if x is not None]
-                parts = groups_of(program, [x for x in some if x.name in own])
+                parts = groups_of(program, [x for x in some if x.name not in reasons])
             for part in parts:
-                plans = joined(part.group, self._plans(part))
-                if plans is not None:
-                    self.plans[part] = plans
+                own = tuple(x.plan for x in self._plans(part))
+                reason = why_not(part.group, own)
+                if reason is None:
+                    self.plans[part] = own
                     running.append(part)
+                else:
+                    reasons |= {x.path: reason for x in part.group.members}
+            joined = {x.path for part in running for x in part.group.members}
+            alone = "the others of its group run apart"
+            for path in (x.path for x in members if x.path not in joined):
+                self.apart[path] = reasons.get(path, alone)
         return running
 
-    def _plans(self, together: Together) -> list[KernelPlan | None]:
+    def _plans(self, together: Together) -> list[GroupPlan]:
         members = [*together.group.members]
         recipes = [self.rules.recipe(x.path) for x in members]
-        plans = group_plans(together.group, members, recipes, None)
+        each = plans_in_group(together.group, members, recipes, None)
         layers = [x for x in together.layers if x.product is not None]
         return [
-            without_fp8_dlhs(plan) if plan is not None and layer.is_below_head else plan
-            for plan, layer in zip(plans, layers, strict=True)
+            self._as_chosen(layer, member, own)
+            for own, layer, member in zip(each, layers, members, strict=True)
         ]
+
+    def _as_chosen(self, layer: Layer, member: Member, own: GroupPlan) -> GroupPlan:
+        chosen = self.rules.chosen.get(member.path)
+        if self._is_as_written(member.path):
+            return own._replace(why_apart="it runs as written")
+        if own.why_apart is not None:
+            return own._replace(why_apart=chosen.reason) if chosen is not None else own
+        is_below_head = layer.is_below_head
+        return own._replace(plan=without_fp8_dlhs(own.plan)) if is_below_head else own
 
     def value(self, x: Value) -> Any:
         """Returns a value, whose step runs first if it did not."""
@@ -175,9 +202,16 @@ class _Run:
         return Host(product.path, recipe, product.stack, self.given, self.made)
 
     def _announce_left(self, product: Product) -> None:
-        plan = resolve(product.spec, BF16, local_device())
+        plan = resolve(self._spec(product), BF16, local_device())
         batch = product.batch if product.batch > 1 else None
-        announce(self._host(product), plan, left=product.left, batch=batch)
+        told = self._told(product)
+        told["left"] = product.left or told["default"]
+        announce(self._host(product), plan, batch=batch, **told)
+
+    def _spec(self, product: Product) -> SiteSpec:
+        if product.left is not None:
+            return product.spec
+        return Layer(product.data, product, product.fused).spec
 
     def _run_site(self, product: Product) -> Array:
         """Returns what a site makes that runs by itself."""
@@ -194,7 +228,14 @@ class _Run:
 
     def _told(self, product: Product) -> dict[str, Any]:
         """Returns what is announced of a site besides its plan."""
-        return dict(apart=product.apart, group=self.groups.get(product.name))
+        path = product.name
+        chosen = self.rules.chosen.get(path)
+        return dict(
+            apart=product.apart,
+            group=self.groups.get(path),
+            not_joined=self.apart.get(path),
+            default=None if chosen is None else chosen.reason,
+        )
 
     def _run_fused(self, product: Product, x: Array, w: Array) -> Array:
         """Returns a product after its own norm and activation."""
@@ -203,7 +244,7 @@ class _Run:
         rows, _ = as_matrix(x, of_x, contract_last=True)
         kernel, _ = as_matrix(w, of_w, contract_last=False)
         arrays = SiteArrays(rows, kernel, *self._vectors(layer))
-        plan = current().plan(product.name, _spec(layer), host.recipe, None)
+        plan = current().plan(product.name, layer.spec, host.recipe, None)
         announce(host, plan, **self._told(product))
         out = run_planned(host, plan, arrays, epsilon=layer.epilogue.epsilon)
         assert isinstance(out, jax.Array)
@@ -244,7 +285,7 @@ class _Run:
                 (_, of_rhs), _ = layer.product.dims
                 weight = self.value(layer.product.kernel).astype(jnp.float32)
                 kernel, _ = as_matrix(weight, of_rhs, contract_last=False)
-                announce(host, plan, group=group)
+                announce(host, plan, **self._told(layer.product) | {"group": group})
                 states.append(with_state(host, plan, kernel)[1])
                 kernels = (kernel,)
             vectors = [
@@ -348,15 +389,3 @@ def _product(layer: Layer) -> Product | None:
 def _end(product: Product) -> Value:
     """Returns the value that a site makes where it runs by itself."""
     return product.fused[-1].end if product.fused else product.step.outputs[0]
-
-
-def _spec(layer: Layer) -> SiteSpec:
-    """Returns the site of a layer, with its norm and activation."""
-    assert layer.product is not None
-    epilogue = layer.epilogue
-    return dataclasses.replace(
-        layer.product.spec,
-        norm=epilogue.norm,
-        activation=epilogue.activation,
-        use_bias=layer.part("bias") is not None,
-    )

@@ -38,6 +38,8 @@ class Site:
         count: how often the site runs in a call of the model, in the steps of a scan
             or by a layer that is shared.
         group: the sites that it may run with as one operation; None for none.
+        not_joined: why it does not run with them; None where it does.
+        default: why this runs where nobody chose a recipe; None where somebody did.
         share: of the forward pass's FLOPs of all listed products, from 0 to 1.
     """
 
@@ -49,6 +51,8 @@ class Site:
     apart: str | None = None
     count: int = 1
     group: Group | None = None
+    not_joined: str | None = None
+    default: str | None = None
     share: float = dataclasses.field(default=0.0, compare=False)
 
     @property
@@ -110,7 +114,8 @@ class Site:
             return self.left
         if self.batch is not None:
             return f"a batched product ({self.batch} of them)"
-        return self.plan.why_no_fp8
+        why_not = self.plan.why_no_fp8
+        return why_not if why_not is None else self.default or why_not
 
     @property
     def why_not_fused(self) -> str | None:
@@ -131,7 +136,8 @@ class Site:
     @property
     def has_choice(self) -> bool:
         """True if the site can run by another choice."""
-        return self.batch is None and self.left is None
+        is_left = self.left is not None and self.default is None
+        return self.batch is None and not is_left
 
     @property
     def is_fp8(self) -> bool:

@@ -14,7 +14,7 @@ unbiased
 commands
 recipe normed packed maxima launch server
 scaling site tails report
-xla pallas triton group
+xla pallas triton group chosen
 probe
 ops
 nn

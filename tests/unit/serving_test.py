@@ -94,7 +94,8 @@ def test_inputs_of_another_shape_kind_or_structure_are_refused(served):
 
 def test_an_nnx_model_is_served_by_a_function_of_its_state():
     x = jnp.ones((16, 48))
-    model = nn.convert(nnx.Linear(48, 32, rngs=nnx.Rngs(0)))
+    linear = nnx.Linear(48, 32, rngs=nnx.Rngs(0))
+    model = nn.convert(linear, recipe="fp8_tensorwise")
     graph, state = nnx.split(model)
     with pytest.raises(ValueError, match="Linear is no Linen model: .*for NNX"):
         inspect.unwrap(serve)(model, state, x)  # past the types that tests check

@@ -67,7 +67,7 @@ def is_fp8(model, variables):
 
 @pytest.mark.parametrize("path, plain", CACHED, ids=range(4))
 def test_what_jax_traced_before_runs_under_no_other_settings(path, plain):
-    model, wide = nn.convert(plain), nn.convert(plain, recipe="bf16")
+    model, wide = (nn.convert(plain, recipe=x) for x in ("fp8_rowwise", "bf16"))
     variables = initialized(plain, X)
     for _ in range(2):
         runs = [is_fp8(m, variables) for m in (plain, model, wide)]
@@ -112,7 +112,8 @@ class Own(linen.Dense):
     ids=range(4),
 )
 def test_every_product_of_a_subclass_is_a_site_at_its_weight(layer, paths):
-    for model in (nn.convert(layer, recipe="f32"), nn.convert(nn.convert(layer))):
+    inner = nn.convert(layer, recipe="fp8_rowwise")
+    for model in (nn.convert(layer, recipe="f32"), nn.convert(inner)):
         sites = nn.list_sites(model, X)
         assert [(x.path, x.left, x.count) for x in sites] == [
             (path, None, 1) for path in paths
@@ -127,7 +128,7 @@ def test_every_product_of_a_subclass_is_a_site_at_its_weight(layer, paths):
 
 def test_of_two_conversions_the_outer_one_prevails():
     plain = linen.Sequential([linen.Dense(32), linen.Dense(48), linen.Dense(16)])
-    inner = nn.convert(plain, skip="layers_2")
+    inner = nn.convert(plain, recipe="fp8_tensorwise", skip="layers_2")
     outer = nn.convert(inner, recipe="fp8_rowwise", only="layers_1")
     sites = {p: (s.recipe, s.count, s.left) for p, s in listed(outer, X).items()}
     assert sites == {
@@ -233,7 +234,8 @@ def test_stacked_layers_are_sites_each_with_scales():
     ids=["i", "k", "m"],
 )
 def test_a_complex_or_empty_layer_runs_as_in_flax(layer, x):
-    model, variables = nn.convert(layer), initialized(layer, x)
+    model = nn.convert(layer, recipe="fp8_tensorwise")
+    variables = initialized(layer, x)
     expected = layer.apply(variables, x)
     # Of an empty product the bias is left, in a Sequential rounded to bfloat16.
     np.testing.assert_allclose(model.apply(variables, x), expected, rtol=2**-8)
