@@ -40,12 +40,14 @@ def convert(model: linen.Module, *, recipe=..., only=..., skip=...) -> "Converte
 
 
 @typing.overload
-def convert[M: "nnx.Module"](model: M, *, recipe=..., only=..., skip=...) -> M: ...
+def convert[M: "nnx.Module"](
+    model: M, *inputs: Any, recipe=..., only=..., skip=...
+) -> M: ...
 
 
 def convert(
     model: Any,
-    *,
+    *inputs: Any,
     recipe: str | Recipe = "fp8_tensorwise",
     only: str | tuple[str, ...] = "*",
     skip: str | tuple[str, ...] = (),
@@ -56,14 +58,16 @@ def convert(
         model: any Linen module, in which our own modules keep their recipes; or any NNX
             module, of which a copy is returned, see `convert_nnx`; or a function whose
             first argument is a dictionary of parameters, see `ConvertedFunction`.
+        inputs: of a call of an NNX module, arrays or their shapes, by which delayed
+            scales are made; without them its first call makes them.
         only: patterns of paths ("tower/*") of the sites to convert, or of the modules
             that they are in.
         skip: patterns of what to leave as it is, though in `only`.
 
     Raises:
         ValueError: if there is no recipe of that name; if what is given is no model,
-            but its class, say; if a pattern matches no site, of a Linen model when it
-            is called.
+            but its class, say; if a model other than of NNX is given inputs. When the
+            model is called: if a pattern matches no site.
     """
     as_recipe(recipe)
     if isinstance(model, type):
@@ -73,7 +77,9 @@ def convert(
     if isinstance(model, nnx.Module):
         from loka_jax.nn.nnx_convert import convert_nnx
 
-        return convert_nnx(model, recipe, _patterns(only), _patterns(skip))
+        return convert_nnx(model, inputs, recipe, _patterns(only), _patterns(skip))
+    if inputs:
+        raise ValueError(f"{_repr(model)} takes inputs in `init`: give `convert` none.")
     if inspect.isfunction(model):
         return ConvertedFunction(model, recipe, _patterns(only), _patterns(skip))
     if not hasattr(model, "apply"):
