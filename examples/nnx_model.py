@@ -54,7 +54,7 @@ def main(steps: int = 60) -> dict[str, float]:
     x = jax.random.normal(jax.random.key(1), (16, 16, 32))
     y = jnp.tanh(x[..., 0] + x[..., 1])
     written = Block(nnx.Rngs(0))
-    model = nn.convert(written, recipe="fp8_tensorwise_delayed", skip="head")
+    model = nn.convert(written, x, recipe="fp8_tensorwise_delayed", skip="head")
     sites = nn.list_sites(model, x)
     print(*(f"{site.path}: {site.spec}" for site in sites), sep="\n")
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from loka_jax.chosen import Chosen
@@ -36,16 +35,34 @@ def run_converted(
     Args:
         place: the path of the model in one that it is a part of.
     """
+
+    def origin(path: tuple[str, ...]) -> Origin | None:
+        first, *rest = path
+        return None if first in OURS else Origin((first, *place, *rest))
+
+    return run_traced(call, variables, origin, rules, _given(variables, place), made)
+
+
+def run_traced(
+    call: Callable[[Any], Any],
+    variables: Any,
+    origin: Callable[[tuple[str, ...]], Origin | None],
+    rules: "Rules",
+    given: dict[Key, Any],
+    made: Made | None,
+) -> Any:
+    """Returns what a function of variables returns, its products as sites.
+
+    Args:
+        origin: of the variable at a path; None for one that is data.
+        given: the variables of sites.
+    """
     closed, paths, rebuild = trace(call, variables)
-    origins = [
-        None if first in OURS else Origin((first, *place, *rest))
-        for first, *rest in paths
-    ]
-    program = read_program(closed.jaxpr, [*(None for _ in closed.consts), *origins])
+    origins = [*(None for _ in closed.consts), *map(origin, paths)]
+    program = read_program(closed.jaxpr, origins)
     find(program, rules.why_left)
     rules.chosen = chosen_by_default(program, rules.has_recipe)
     arguments = [*closed.consts, *jax.tree.leaves(variables)]
-    given = _given(variables, place)
     with _choosing(rules.chosen):
         return rebuild(run_program(program, arguments, rules, given, made))
 
@@ -148,15 +165,12 @@ def with_made(variables: dict, made: Made, place: tuple[str, ...] = ()) -> dict:
         place: the path of the model in one that it is a part of.
     """
     variables = {**variables}
-    for (collection, path, name), (init, stack) in made.variables.items():
+    for (collection, path, name), value in made.values():
         inner = variables[collection] = {**variables.get(collection, {})}
         for part in path[len(place) :]:
             inner[part] = {**inner.get(part, {})}
             inner = inner[part]
-        inner[name] = jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (*stack, *jnp.shape(x))),  # noqa: B023
-            init(),
-        )
+        inner[name] = value
     return variables
 
 
@@ -167,7 +181,7 @@ def _name(model: Any) -> str:
 def _owners(parameters: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
     """Yields the paths of modules with a kernel."""
     if "kernel" in parameters:
-        yield "/".join(path)
+        yield "/".join(map(str, path))
     for name, part in parameters.items():
         if isinstance(part, Mapping):
             yield from _owners(part, (*path, name))

@@ -40,12 +40,14 @@ def convert(model: linen.Module, *, recipe=..., only=..., skip=...) -> "Converte
 
 
 @typing.overload
-def convert[M: "nnx.Module"](model: M, *, recipe=..., only=..., skip=...) -> M: ...
+def convert[M: "nnx.Module"](
+    model: M, *inputs: Any, recipe=..., only=..., skip=...
+) -> M: ...
 
 
 def convert(
     model: Any,
-    *,
+    *inputs: Any,
     recipe: str | Recipe | None = None,
     only: str | tuple[str, ...] = "*",
     skip: str | tuple[str, ...] = (),
@@ -56,19 +58,20 @@ def convert(
         model: any Linen module, in which our own modules keep their recipes; or any NNX
             module, of which a copy is returned, see `convert_nnx`; or a function whose
             first argument is a dictionary of parameters, see `ConvertedFunction`.
+        inputs: of a call of an NNX module, arrays or their shapes, by which delayed
+            scales are made; without them its first call makes them.
         recipe: of all sites, whatever it costs. Without one each site and group runs
             what Dispatch predicts to be the fastest in training: bfloat16 by XLA or by
             kernels of ours, or as written; FP8 only by a plan (`nn.Planned`) that knows
-            its errors. Without a GPU all sites run as written. An NNX module runs
-            bfloat16.
+            its errors. Without a GPU all sites run as written.
         only: patterns of paths ("tower/*") of the sites to convert, or of the modules
             that they are in.
         skip: patterns of what to leave as it is, though in `only`.
 
     Raises:
         ValueError: if there is no recipe of that name; if what is given is no model,
-            but its class, say; if a pattern matches no site, of a Linen model when it
-            is called.
+            but its class, say; if a model other than of NNX is given inputs. When the
+            model is called: if a pattern matches no site.
     """
     if recipe is not None:
         as_recipe(recipe)
@@ -79,7 +82,9 @@ def convert(
     if isinstance(model, nnx.Module):
         from loka_jax.nn.nnx_convert import convert_nnx
 
-        return convert_nnx(model, recipe or "bf16", _patterns(only), _patterns(skip))
+        return convert_nnx(model, inputs, recipe, _patterns(only), _patterns(skip))
+    if inputs:
+        raise ValueError(f"{_repr(model)} takes inputs in `init`: give `convert` none.")
     if inspect.isfunction(model):
         return ConvertedFunction(model, recipe, _patterns(only), _patterns(skip))
     if not hasattr(model, "apply"):

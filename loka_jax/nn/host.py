@@ -1,8 +1,12 @@
 """What a site in a traced program has of a module: a path and variables."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from loka_jax.recipe import Recipe
 
@@ -21,6 +25,12 @@ class Made:
 
     variables: dict[Key, tuple[Callable[[], Any], tuple[int, ...]]]
     paths: dict[str, None]
+
+    def values(self) -> Iterator[tuple[Key, Any]]:
+        """Yields the variables, stacked where they are of layers in scans."""
+        for key, (init, stack) in self.variables.items():
+            stacked = functools.partial(_stacked, stack)
+            yield key, jax.tree.map(stacked, init())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,3 +76,7 @@ class Host:
 @dataclasses.dataclass(frozen=True)
 class _Value:
     value: Any
+
+
+def _stacked(stack: tuple[int, ...], x: Any) -> Any:
+    return jnp.broadcast_to(x, (*stack, *jnp.shape(x)))

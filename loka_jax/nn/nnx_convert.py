@@ -1,34 +1,41 @@
-"""Any Flax NNX model with its dense layers as sites.
+"""Any Flax NNX model with its products as sites, without touching its code.
 
-    model = nn.convert(your_model, recipe="fp8_tensorwise_delayed", skip="head")
+    model = nn.convert(your_model, x, recipe="fp8_tensorwise_delayed", skip="head")
 
     wrt = nnx.DiffState(0, nnx.Any(nnx.Param, nn.Fp8State))
     gradients = nnx.grad(loss, argnums=wrt)(model, batch)
     optimizer.update(model, nn.take_scaling(model, gradients))
 
-NNX's `Linear`, `LinearGeneral` (and with it the projections of attention) and `Einsum`
-take their product as an attribute: here a module, which holds the delayed scales. The
-parameters stay where they are.
+The converted model is a copy whose modules are of subclasses of their classes. A method
+of one that is called from outside is traced as written, as a function of the state, and
+its program run with other products, as that of a Linen model. Variables of sites are
+attributes beside the weights, which the model as written never sees.
 """
 
-import fnmatch
-import math
-from typing import Any, NamedTuple
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.errors import TraceContextError
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.core import Tracer
-from jaxtyping import Array
 
-from loka_jax import scaling
-from loka_jax.nn.context import as_recipe
-from loka_jax.nn.dense import einsum, product, weight_has_fp8
+from loka_jax.nn.context import current
+from loka_jax.nn.conversion import Rules, run_traced
+from loka_jax.nn.host import Key, Made
+from loka_jax.nn.observed import PROBE
 from loka_jax.nn.overwriting import next_table
+from loka_jax.nn.products import site_path
+from loka_jax.nn.program import Origin
+from loka_jax.nn.scale_state import SCALES
 from loka_jax.recipe import Recipe
 
-_APART = "in an NNX model norms and activations stay the model's own"
+type Path = tuple[Any, ...]
 
 
 class Fp8State(nnx.Variable):
@@ -39,121 +46,53 @@ class ProbeStats(nnx.Variable):
     """What Probe learned of a site; its gradient is what it saw in a batch."""
 
 
-class _Value(NamedTuple):
-    """What a variable of a Linen module has."""
-
-    value: Any
+_NAMES = {Fp8State: (OVERWRITE_WITH_GRADIENT, SCALES), ProbeStats: (PROBE, "stats")}
+_ONCE = "call the model once before, outside of jit and grad."
 
 
-class SiteProduct(nnx.Module):
-    """The product of an NNX layer as a site.
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """How the model of a class is converted."""
 
-    Attributes:
-        axis_names: none: under `shard_map`, JAX knows which values vary.
-    """
-
-    axis_names: tuple[str, ...] = ()
-
-    def __init__(self, path: tuple[str, ...], recipe: Recipe, has_state: bool):
-        self.path = path
-        self.recipe = recipe
-        state = Fp8State(scaling.init_delayed(recipe).table) if has_state else None
-        self.scaling: Any = nnx.data(state)
-        self.stats: Any = nnx.data(None)
-
-    def __call__(
-        self, lhs, rhs, dimension_numbers, precision=None, **options: Any
-    ) -> Array:
-        """Returns `jax.lax.dot_general` of the operands; `out_sharding` is ours."""
-        dtype = options.get("preferred_element_type")
-        return product(
-            self, lhs, rhs, dimension_numbers, precision, dtype, apart=_APART
-        )
-
-    def is_initializing(self) -> bool:
-        """Returns False: NNX has no pass that makes the variables."""
-        return False
-
-    def has_variable(self, collection: str, name: str) -> bool:
-        """Returns True: a variable that is missing has an error of its own."""
-        del collection, name
-        return True
-
-    def get_variable(self, collection: str, name: str) -> Any:
-        """Returns the site's delayed scales, None without any."""
-        del collection, name
-        return None if self.scaling is None else self.scaling.get_value()
-
-    def variable(self, collection: str, name: str, init: Any) -> Any:
-        """Returns a variable of the site, as a Linen module does.
-
-        Raises:
-            ValueError: if Probe has not seen the model outside of transformations, or
-                the site has no delayed scales.
-        """
-        del name
-        if collection == OVERWRITE_WITH_GRADIENT:
-            if self.scaling is None:
-                raise ValueError(
-                    f"site {'/'.join(self.path)!r} has no delayed scales: convert the "
-                    "model with a recipe that has them, such as "
-                    "'fp8_tensorwise_delayed'."
-                )
-            return _Value(self.scaling.get_value())
-        if self.stats is None:
-            if isinstance(jnp.zeros(()), Tracer):
-                raise ValueError(
-                    "Probe's statistics are made by a call of the model under "
-                    "nn.probing outside of jit and grad: call it once before."
-                )
-            self.stats = nnx.data(ProbeStats(init()))
-        return _Value(self.stats.get_value())
+    written: type
+    recipe: str | Recipe | None
+    only: tuple[str, ...]
+    skip: tuple[str, ...]
 
 
-class SiteEinsum(SiteProduct):
-    """The einsum of an NNX layer as a site."""
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a module is in a converted model; the outermost conversion comes first."""
 
-    def __call__(
-        self, equation: str, lhs, rhs, precision=None, **options: Any
-    ) -> Array:
-        """Returns `jax.numpy.einsum` of the operands; `out_sharding` is ours."""
-        dtype = options.get("preferred_element_type")
-        return einsum(self, equation, lhs, rhs, precision, dtype, apart=_APART)
+    conversions: tuple[Conversion, ...] = ()
+    path: tuple[str, ...] = ()
 
 
 def convert_nnx(
-    model: Any, recipe: str | Recipe, only: tuple[str, ...], skip: tuple[str, ...]
+    model: Any,
+    inputs: tuple[Any, ...],
+    recipe: str | Recipe | None,
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
 ) -> Any:
-    """Returns a copy of an NNX model with its dense layers as sites.
+    """Returns a copy of an NNX model that runs its products as sites.
+
+    Parts that are converted already keep their recipes.
 
     Args:
-        only, skip: patterns of paths of layers, see `convert`.
-
-    Raises:
-        ValueError: if a pattern matches no layer, or there is none; if a layer is a
-            stack of `nnx.vmap` and the recipe delayed.
+        inputs: of a call, by which the variables of sites are made; else the first
+            call makes them.
+        only, skip: patterns of paths, see `convert`.
     """
     model = nnx.clone(model)
-    layers = {
-        "/".join(map(str, path)): layer
-        for path, layer in nnx.iter_modules(model)
-        if isinstance(layer, nnx.Linear | nnx.LinearGeneral | nnx.Einsum)
-    }
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no Linear, LinearGeneral or Einsum of Flax "
-            "NNX: there is nothing to convert."
-        )
-    for pattern in (*only, *skip):
-        if not fnmatch.filter(layers, pattern):
-            raise ValueError(
-                f"pattern {pattern!r} matches no dense layer: there are "
-                f"{', '.join(layers)}."
-            )
-    for path, layer in layers.items():
-        included = any(fnmatch.fnmatchcase(path, pattern) for pattern in only)
-        if included and not any(fnmatch.fnmatchcase(path, p) for p in skip):
-            _convert_layer(path, layer, as_recipe(recipe))
+    before = _place(model).conversions
+    conversions = (Conversion(type(model), recipe, only, skip), *before)
+    for path, module in _modules(model, before):
+        if not before:
+            module.__class__ = _subclass(type(module))
+        module.nn_place = _Place(conversions, tuple(map(str, path)))
+    if inputs:
+        _make_variables(model, inputs)
     return model
 
 
@@ -172,47 +111,234 @@ def take_scaling(model: Any, gradients: Any) -> Any:
     return rest
 
 
-def _convert_layer(path: str, layer: Any, recipe: Recipe) -> None:
-    """Gives a layer our product, unless it has one of its own."""
-    if isinstance(layer, nnx.Einsum):
-        if layer.einsum_op is jnp.einsum:
-            layer.einsum_op = nnx.data(_site(SiteEinsum, path, layer, recipe))
-    elif layer.dot_general in (None, jax.lax.dot_general):
-        if getattr(layer, "dot_general_cls", None) is None:
-            layer.dot_general = nnx.data(_site(SiteProduct, path, layer, recipe))
+def _place(module: Any) -> _Place:
+    return getattr(module, "nn_place", _Place())
 
 
-def _site(
-    kind: type[SiteProduct], path: str, layer: Any, recipe: Recipe
-) -> SiteProduct:
-    if recipe.is_delayed:
-        _check_not_stacked(path, layer, recipe)
-    has_state = recipe.is_delayed and _has_fp8(layer)
-    return kind(tuple(path.split("/")), recipe, has_state)
+def _modules(
+    model: Any, conversions: tuple[Conversion, ...]
+) -> Iterator[tuple[Path, Any]]:
+    """Yields the modules of a model that were converted so, () for not at all."""
+    for path, module in [*nnx.iter_modules(model, graph=True)]:
+        is_list = isinstance(module, nnx.List | nnx.Dict)
+        if not is_list and _place(module).conversions == conversions:
+            yield path, module
 
 
-def _check_not_stacked(path: str, layer: Any, recipe: Recipe) -> None:
-    """Refuses layers that `nnx.vmap` stacked: each needs delayed scales of its own."""
-    if isinstance(layer, nnx.Einsum):
-        own = layer.kernel_shape
+@functools.cache
+def _subclass(written: type) -> type:
+    """Returns a class by the same name whose methods run converted."""
+    body = {"__module__": written.__module__, "__qualname__": written.__qualname__}
+    for name in dir(written):
+        method = inspect.getattr_static(written, name)
+        is_own = method is not inspect.getattr_static(nnx.Module, name, None)
+        is_method = callable(method) and hasattr(method, "__get__")
+        if is_own and is_method and (name == "__call__" or not name.startswith("_")):
+            body[name] = _converted(method)
+    is_pytree = written._pytree__is_pytree  # noqa: SLF001 (an argument of classes)
+    return type(written)(written.__name__, (written,), body, pytree=is_pytree)
+
+
+def _written(converted: type) -> Any:
+    """Returns the class that `_subclass` got."""
+    return converted.__mro__[1]
+
+
+def _converted(method: Any) -> Any:
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        out, made = _run(self, method, args, kwargs)
+        if made.variables and not current().is_listing:
+            _attach(self, made)
+        return out
+
+    return run
+
+
+def _make_variables(model: Any, inputs: tuple[Any, ...]) -> None:
+    """Makes the variables of sites by an abstract call."""
+    graph, state = nnx.split(model, graph=True)
+    leaves, tree = jax.tree.flatten(inputs)
+    arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "dtype")}
+    method, made = _written(type(model)).__call__, []
+
+    def run(state, arrays):
+        args = tree.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
+        made.append(_run(nnx.merge(graph, state), method, args, {})[1])
+
+    jax.eval_shape(run, state, arrays)
+    _attach(model, made[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class _At:
+    """Stands for a module or variable of the model that a method returns."""
+
+    path: Path
+
+
+def _run(model: Any, method: Any, args: tuple, kwargs: dict) -> tuple[Any, Made]:
+    """Returns what a method returns, and the variables that sites lacked.
+
+    What it changes is changed in the modules themselves.
+    """
+    place = _place(model)
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+    whole = model, [x for x in leaves if _is_node(x)]
+    graph, state = nnx.split(_as_written(whole), graph=True)
+    state = jax.tree.map(_as_array, state)
+    arrays, of_state = jax.tree.flatten(state)
+    ends = []
+
+    def call(arrays):
+        own, nodes = inner = nnx.merge(graph, of_state.unflatten(arrays))
+        rest = iter(nodes)
+        given = [next(rest) if _is_node(x) else x for x in leaves]
+        args, kwargs = tree.unflatten(given)
+        with jax.named_scope("/".join((type(own).__name__, *place.path))):
+            out = method(own, *args, **kwargs)
+        known = {id(x): _At(p) for p, x in _nodes(inner).items() if _is_node(x)}
+        out = jax.tree.map(lambda x: known.get(id(x), x), out, is_leaf=_is_node)
+        end, new = nnx.split(inner, graph=True)
+        ends.append(end)
+        return out, new
+
+    origins = [
+        _origin(place, path, array)
+        for path, value in nnx.to_flat_state(state)
+        for array in jax.tree.leaves(value)
+    ]
+    rules, made = Rules(place.conversions), Made({}, {})
+    own = functools.partial(_at, origins), rules, _variables(model), made
+    out, new = run_traced(call, arrays, *own)
+    if method.__name__ == "__call__" and not place.path:
+        rules.check_patterns(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    _carry_over(whole, nnx.merge(ends[-1], new), state)
+    nodes = _nodes(whole)
+    out = jax.tree.map(lambda x: nodes[x.path] if isinstance(x, _At) else x, out)
+    return out, made
+
+
+def _as_written(whole: tuple[Any, list]) -> tuple[Any, list]:
+    """Returns a copy of a converted module, and of others, as they were written."""
+    copy = nnx.clone(whole, graph=True)
+    for _, module in _modules(copy[0], _place(whole[0]).conversions):
+        module.__class__ = _written(type(module))
+        for name in [name for name, x in vars(module).items() if _is_ours(x)]:
+            delattr(module, name)
+    return copy
+
+
+def _at(origins: list[Origin | None], path: tuple[str, ...]) -> Origin | None:
+    return origins[int(path[0])]
+
+
+def _origin(place: _Place, path: Path, array: Any) -> Origin | None:
+    """Returns the origin of an array of the model, which comes first; else None."""
+    if path[0] != 0 or not jnp.issubdtype(array.dtype, jnp.floating):
+        return None
+    return Origin(("params", *place.path, *map(str, path[1:])))
+
+
+def _site(place: _Place, path: Path) -> tuple[str, ...]:
+    """Returns the path of the site of a weight of a module."""
+    return site_path(("params", *place.path, *map(str, path)))
+
+
+def _variables(model: Any) -> dict[Key, Any]:
+    """Returns the variables of sites."""
+    place, given = _place(model), {}
+    for path, module in _modules(model, place.conversions):
+        for value in vars(module).values():
+            if isinstance(value, Fp8State | ProbeStats):
+                collection, name = _NAMES[type(value)]
+                site = _site(place, (*path, *value.of))
+                given[collection, site, name] = value.get_value()
+    return given
+
+
+def _attach(model: Any, made: Made) -> None:
+    """Attaches variables that sites lacked to the modules of their weights.
+
+    Raises:
+        ValueError: where that cannot be: those of Probe in any trace, as a gradient
+            that is being taken would not have them; others where NNX refuses it.
+    """
+    place = _place(model)
+    modules = dict(_modules(model, place.conversions))
+    weights, _ = zip(*nnx.to_flat_state(nnx.state(model)), strict=True)
+    of_site = {_site(place, path): path for path in reversed(weights)}
+    for (collection, site, name), value in made.values():
+        kind = Fp8State if collection == OVERWRITE_WITH_GRADIENT else ProbeStats
+        if kind is ProbeStats and isinstance(jnp.zeros(()), Tracer):
+            raise ValueError(f"Probe's statistics are made by a call: {_ONCE}")
+        path = of_site[site]
+        end = next(i for i in range(len(path), -1, -1) if path[:i] in modules)
+        of = tuple(map(str, path[end:]))
+        try:
+            setattr(modules[path[:end]], "_".join((*of, name)), kind(value, of=of))
+        except TraceContextError as error:
+            where = "/".join(site)
+            raise ValueError(
+                f"the delayed scales of site {where!r} cannot be made here: {_ONCE}"
+            ) from error
+
+
+def _as_array(x: Any) -> jax.Array:
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def _is_ours(x: Any) -> bool:
+    return isinstance(x, Fp8State | ProbeStats | _Place)
+
+
+def _nodes(whole: Any) -> dict[Path, Any]:
+    """Returns all that the model as written has by path, static values too."""
+    return {
+        path: x
+        for path, x in nnx.iter_graph(whole, graph=True)
+        if not (path and str(path[-1]).startswith("_pytree__")) and not _is_ours(x)
+    }
+
+
+def _carry_over(whole: Any, new: Any, state: Any) -> None:
+    """Makes the changes of a copy in the modules themselves.
+
+    What did not change stays untouched, as it may belong to another trace.
+
+    Args:
+        state: of the copy before it was changed.
+    """
+    before, after = _nodes(whole), _nodes(new)
+    values = {path: jax.tree.leaves(x) for path, x in nnx.to_flat_state(state)}
+    containers = {path[:-1] for path in after}
+    for path, x in after.items():
+        if path in values and _are_same(jax.tree.leaves(x), values[path]):
+            continue
+        old = before.get(path)
+        if isinstance(old, nnx.Variable) and type(x) is type(old):
+            old.set_value(x.get_value())
+        elif path not in before or (path not in containers and not _are_same(x, old)):
+            if path[:-1] in before:
+                _set(before[path[:-1]], path[-1], x)
+    for path in before:
+        if path not in after and path[:-1] in after:
+            delattr(before[path[:-1]], str(path[-1]))
+
+
+def _are_same(a: Any, b: Any) -> bool:
+    """Returns True for one object, and for lists and the like of the same ones."""
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+    return a is b or (isinstance(a, dict) and a == b)
+
+
+def _set(owner: Any, key: Any, x: Any) -> None:
+    if isinstance(owner, nnx.Pytree):
+        setattr(owner, str(key), x)
     else:
-        batch = getattr(layer, "batch_axis", {})
-        own = (*batch.values(), layer.in_features, layer.out_features)
-    if layer.kernel.ndim > len(jax.tree.leaves(own)):
-        raise ValueError(
-            f"layer {path!r} is a stack, with a kernel of shape {layer.kernel.shape}, "
-            f"and recipe {recipe.name!r} needs delayed scales for each layer in it: "
-            "convert inside of the constructor given to nnx.vmap, or take a recipe "
-            "without a state, such as 'fp8_tensorwise'."
-        )
-
-
-def _has_fp8(layer: Any) -> bool:
-    """Returns False for a layer that can never be in FP8, and keeps no scales."""
-    if isinstance(layer, nnx.Einsum):
-        left, right = (layer.einsum_str or ",").partition("->")[0].split(",")
-        sizes = dict(zip(right.strip(), layer.kernel_shape, strict=False))
-        k = math.prod(size for c, size in sizes.items() if c in left)
-        return weight_has_fp8(k, math.prod(layer.kernel_shape) // k)
-    n = math.prod(jax.tree.leaves(layer.out_features))
-    return weight_has_fp8(layer.kernel.size // n, n)
+        owner[key] = x

@@ -36,8 +36,9 @@ _NOT_DIFFERENTIATED = (
     "weights are differentiated and their delayed scales are not, which then never "
     "change: every step casts as a first step. Differentiate all variables, "
     "jax.grad(loss)(variables), in NNX nnx.DiffState(0, nnx.Any(nnx.Param, "
-    "nn.Fp8State)), and let nn.overwriting or nn.take_scaling take the gradients; or "
-    "take a recipe without a state, such as 'fp8_tensorwise'."
+    "nn.Fp8State)), and let nn.overwriting or nn.take_scaling take the gradients. An "
+    "NNX model has no scales before its first call, if nn.convert was given no inputs. "
+    "Or take a recipe without a state, such as 'fp8_tensorwise'."
 )
 
 

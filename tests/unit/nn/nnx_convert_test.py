@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 from loka_jax import nn
 from tests import support
@@ -50,7 +50,7 @@ def drawn(make):
     def value(path, leaf):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             return rounded(*leaf.shape, seed=len(str(path)), scale=0.2)
-        return jax.random.key(0) if "key" in str(leaf.dtype) else np.uint32(0)
+        return jax.random.key(0) if "key" in str(leaf.dtype) else jnp.uint32(0)
 
     return nnx.merge(graph, jax.tree_util.tree_map_with_path(value, state))
 
@@ -61,13 +61,19 @@ def net():
 
 
 def test_layers_are_sites_at_their_own_paths(net):
-    sites = listed(nn.convert(net, recipe="fp8_rowwise"), X)
+    every = listed(nn.convert(net, recipe="fp8_rowwise"), X)
+    assert sum(site.share for site in every.values()) == pytest.approx(1)
+    sites = {path: site for path, site in every.items() if site.left is None}
     assert list(sites) == [*PATHS, "head"]
+    left = {site.left for path, site in every.items() if path not in sites}
+    assert left == {"a product of data and data"}
     assert [path for path, site in sites.items() if site.is_fp8] == PATHS
     assert {site.recipe for site in sites.values()} == {"fp8_rowwise"}
     spec = sites["einsum"].spec
     assert (spec.m, spec.k, spec.n) == (32, 32, 16)
-    assert sites["up"].why_not_fused.startswith("in an NNX model norms")
+    assert sites["up"].spec.activation == sites["einsum"].spec.activation == "relu"
+    groups = [sites[path].group for path in PATHS[1:4]]
+    assert groups == [groups[0]] * 3 and groups[0] is not None
     ours = nn.convert(net, recipe="f32")
     y, expected = nnx.jit(lambda a, b, x: (a(x), b(x)))(ours, net, X)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
@@ -76,12 +82,12 @@ def test_layers_are_sites_at_their_own_paths(net):
 
 def test_only_and_skip_choose_layers(net):
     model = nn.convert(net, only=("attention/*", "up"), skip="*/out")
-    assert [s.path for s in nn.list_sites(model, X)] == PATHS[:4]
+    assert [s.path for s in nn.list_sites(model, X) if s.left is None] == PATHS[:4]
     for options in ({"skip": "top"}, {"only": ("up", "top")}):
         with pytest.raises(ValueError, match="'top' matches no dense layer: there are"):
-            nn.convert(net, **options)
+            nn.list_sites(nn.convert(net, **options), X)
     with pytest.raises(ValueError, match="there is nothing to convert"):
-        nn.convert(nnx.LayerNorm(8, rngs=nnx.Rngs(0)))
+        nn.list_sites(nn.convert(nnx.LayerNorm(48, rngs=nnx.Rngs(0))), X)
 
 
 WRT = nnx.DiffState(0, nnx.Any(nnx.Param, nn.Fp8State))
@@ -106,7 +112,7 @@ class Pair(nnx.Module):
 
 
 def test_delayed_sites_cast_each_operand_by_its_own_stored_factor():
-    model = nn.convert(drawn(Pair), recipe=DELAYED)
+    model = nn.convert(drawn(Pair), X, recipe=DELAYED)
     kernel, g = rounded(48, 16, seed=1), rounded(32, 16, seed=2, scale=3.0)
     tables = nnx.state(model, nn.Fp8State)
     assert len(jax.tree.leaves(tables)) == 3
@@ -152,25 +158,118 @@ class Stack(nnx.Module):
         )(x, self.layers)
 
 
-@pytest.mark.parametrize(
-    "make, shape",
-    [
-        (lambda rngs: nnx.Linear(48, 48, rngs=rngs), "3, 48, 48"),
-        (lambda rngs: nnx.Einsum("bk,kn->bn", (48, 48), rngs=rngs), "3, 48, 48"),
-    ],
-    ids=range(2),
-)
-def test_a_stack_is_converted_in_its_constructor_where_scales_are_delayed(make, shape):
-    plain = nnx.eval_shape(lambda: Stack(make))
-    with pytest.raises(ValueError, match=f"'layers' .*{shape}.*nnx.vmap, or"):
-        nn.convert(plain, recipe=DELAYED)
-    current = nn.convert(plain, recipe="fp8_rowwise")
-    assert [(s.path, s.count) for s in nn.list_sites(current, X)] == [("layers", 3)]
-    model = nnx.eval_shape(
-        lambda: Stack(lambda rngs: nn.convert(make(rngs), recipe=DELAYED))
-    )
-    (table,) = jax.tree.leaves(nnx.state(model, nn.Fp8State))
-    assert table.shape == (3, 3, 36)
+class Hand(nnx.Module):
+    """Products without a layer."""
+
+    def __init__(self, rngs):
+        self.w = nnx.Param(jnp.zeros((48, 32)))
+        self.parts = nnx.List([nnx.Param(jnp.zeros((32, 16)))])
+
+    def __call__(self, x):
+        h = nnx.relu(x @ self.w)
+        return jnp.einsum("bk,kn->bn", h, self.parts[0][...])
+
+
+class Shared(nnx.Module):
+    """A table that embeds and is read as a head, twice, by other names."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(64, 48, rngs=rngs)
+
+    def __call__(self, x):
+        return self.embed.attend(x) + x @ self.embed.embedding.T
+
+
+MODELS = {
+    "scan": (
+        lambda rngs: Stack(lambda rngs: nnx.Linear(48, 48, rngs=rngs)),
+        {"layers": ((3, 3, 36), 3)},
+    ),
+    "scan_of_einsums": (
+        lambda rngs: Stack(lambda rngs: nnx.Einsum("bk,kn->bn", (48, 48), rngs=rngs)),
+        {"layers": ((3, 3, 36), 3)},
+    ),
+    "hand": (Hand, {"w": ((3, 36), 1), "parts/0": ((3, 36), 1)}),
+    "shared": (Shared, {"embed/embedding": ((3, 36), 2)}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_delayed_scales_lie_beside_the_weights_of_any_model(name):
+    make, expected = MODELS[name]
+    model = nn.convert(drawn(make), X, recipe=DELAYED)
+    found = {
+        "/".join(map(str, path)): state.shape
+        for path, state in nnx.to_flat_state(nnx.state(model, nn.Fp8State))
+    }
+    sites = listed(model, X)
+    assert {path: site.count for path, site in sites.items()} == {
+        path: count for path, (_, count) in expected.items()
+    }
+    assert sorted(found.values()) == sorted(shape for shape, _ in expected.values())
+    assert all(path.endswith("fp8_scaling") for path in found)
+    x, g = X, rounded(*jax.eval_shape(model, X).shape, seed=5)
+
+    def loss(model, x):
+        return jnp.sum(jnp.float32(model(x)) * g)
+
+    # The gradient of each table is its next value, whether a scan cut it or not.
+    gradients = nnx.jit(nnx.grad(loss, argnums=WRT))(model, x)
+    for table in jax.tree.leaves(nnx.filter_state(gradients, nn.Fp8State)):
+        assert (np.asarray(table)[..., 0] > 0).all()
+    # In float32 it is the model as written, by bits of the same products.
+    plain, ours = drawn(make), nn.convert(drawn(make), recipe="f32")
+    for a, b in zip(
+        *(jax.tree.leaves(nnx.jit(nnx.grad(loss))(m, x)) for m in (plain, ours)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5 * np.abs(a).max())
+
+
+def test_delayed_scales_are_made_by_a_first_call():
+    model = nn.convert(drawn(Hand), recipe=DELAYED)
+    with pytest.raises(ValueError, match="site 'w' cannot be made here: call the"):
+        jax.grad(lambda x: jnp.sum(jnp.float32(model(x))))(X)
+    nnx.jit(lambda model, x: model(x))(model, X)
+    assert len(jax.tree.leaves(nnx.state(model, nn.Fp8State))) == 2
+    with pytest.raises(ValueError, match="takes inputs in `init`"):
+        nn.convert(linen.Dense(8), X)
+
+
+class Stateful(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(48, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.calls, self.last = 0, nnx.data({"h": jnp.zeros((32, 16))})
+
+    def __call__(self, x):
+        self.calls += 1
+        self.last["h"] = h = self.linear(x)
+        self.seen = nnx.Intermediate(h)
+        return self.dropout(self.norm(h))
+
+    def part(self):
+        return self.linear
+
+
+def test_calls_change_the_model_as_they_do_the_one_as_written():
+    plain, ours = drawn(Stateful), nn.convert(drawn(Stateful), recipe="f32")
+    assert isinstance(ours, Stateful) and ours.part() is ours.linear
+    for _ in range(2):
+        results = [(m(X), m.last, m.calls) for m in (plain, ours)]
+        chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-5)
+    states = [
+        nnx.to_pure_dict(nnx.state(m, nnx.Not(nnx.RngKey))) for m in (plain, ours)
+    ]
+    chex.assert_trees_all_close(*states, rtol=1e-5, atol=1e-5)
+    assert states[1]["dropout"]["rngs"]["count"] == 2
+    # A part, and what reads the model alone, run converted under any transformation.
+    site = nn.list_sites(nn.convert(plain).linear, X)
+    assert [(s.path, s.is_fp8) for s in site] == [("linear", True)]
+    parts = plain.linear, ours.linear
+    dx = [jax.grad(lambda x, m=m: jnp.sum(m(x) ** 2))(X) for m in parts]
+    np.testing.assert_allclose(dx[1], dx[0], rtol=1e-4, atol=1e-5)
 
 
 def test_plans_serve_converted_models(net):
@@ -178,14 +277,14 @@ def test_plans_serve_converted_models(net):
     with nn.overriding({"up": "fp8_rowwise"}):
         assert [s.path for s in nn.list_sites(model, X) if s.is_fp8] == ["up"]
     with nn.overriding({"up": DELAYED}):
-        with pytest.raises(ValueError, match="'up' has no delayed scales: convert the"):
-            nn.list_sites(model, X)
+        assert listed(model, X)["up"].recipe == DELAYED
+    assert not nnx.to_flat_state(nnx.state(model, nn.Fp8State))
 
 
 def test_probe_sees_a_converted_model():
     model = nn.convert(drawn(lambda rngs: nnx.Linear(48, 16, rngs=rngs)), recipe="bf16")
     with nn.probing(nn.Capture(max_rows=16)):
-        with pytest.raises(ValueError, match="call it once before"):
+        with pytest.raises(ValueError, match="call the model once before"):
             nnx.eval_shape(lambda m, x: m(x), model, X)
         model(X)
         wrt = nnx.DiffState(0, nn.ProbeStats)
@@ -198,7 +297,7 @@ def test_probe_sees_a_converted_model():
 
 
 def test_the_state_of_a_site_without_a_gradient_stays_as_it_was():
-    model = nn.convert(nnx.eval_shape(lambda: Pair(nnx.Rngs(0))), recipe=DELAYED)
+    model = nn.convert(nnx.eval_shape(lambda: Pair(nnx.Rngs(0))), X, recipe=DELAYED)
     old = nnx.state(model, nn.Fp8State)
     nnx.update(model, jax.tree.map(lambda _: stored_table(), old))
     gradients = jax.tree.map(lambda _: 2 * stored_table(), old)
