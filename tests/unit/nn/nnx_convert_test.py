@@ -81,7 +81,7 @@ def test_layers_are_sites_at_their_own_paths(net):
 
 
 def test_only_and_skip_choose_layers(net):
-    model = nn.convert(net, only=("attention/*", "up"), skip="*/out")
+    model = nn.convert(net, only=("attention/*", "up"), recipe="bf16", skip="*/out")
     assert [s.path for s in nn.list_sites(model, X) if s.left is None] == PATHS[:4]
     for options in ({"skip": "top"}, {"only": ("up", "top")}):
         with pytest.raises(ValueError, match="'top' matches no dense layer: there are"):
@@ -265,7 +265,7 @@ def test_calls_change_the_model_as_they_do_the_one_as_written():
     chex.assert_trees_all_close(*states, rtol=1e-5, atol=1e-5)
     assert states[1]["dropout"]["rngs"]["count"] == 2
     # A part, and what reads the model alone, run converted under any transformation.
-    site = nn.list_sites(nn.convert(plain).linear, X)
+    site = nn.list_sites(nn.convert(plain, recipe="fp8_rowwise").linear, X)
     assert [(s.path, s.is_fp8) for s in site] == [("linear", True)]
     parts = plain.linear, ours.linear
     dx = [jax.grad(lambda x, m=m: jnp.sum(m(x) ** 2))(X) for m in parts]
