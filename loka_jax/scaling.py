@@ -89,6 +89,9 @@ class DelayedScaling(NamedTuple):
         return [_root(newest), *(column * inverse for column in columns)]
 
 
+# Under jit, as is what changes states: sites alike or not have states of one shape, for
+# which JAX traces and lowers this once.
+@jax.jit
 def _read(rows: Float[Array, "*s C"]) -> Float[Array, "*s"]:
     entries = rows[..., 1 : 1 + maxima.ENTRIES]
     is_sum, factors = maxima.is_sum(entries), maxima.decode(entries)
@@ -122,6 +125,7 @@ def update_delayed(
     return DelayedScaling(jnp.where(is_measured, table, state.table))
 
 
+@functools.partial(jax.jit, static_argnames="recipe")
 def contributions(
     tables: Float[Array, "*s 3 C"], amaxes: Float[Array, "*s 3"] | None, recipe: Recipe
 ) -> Float[Array, "*s 3 C"]:
