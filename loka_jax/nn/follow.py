@@ -26,7 +26,6 @@ from loka_jax.nn.rowwise import (
 from loka_jax.normed import NORM_BLOCK, NormName
 
 _MOST_STEPS = 40  # of a region: a LayerNorm by hand has 20
-_LARGEST_EPSILON = 0.9
 _VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy")
 
 
@@ -278,7 +277,7 @@ def _known_norm(
     has_root = any(s.name in ("rsqrt", "sqrt", "pow", "jit", "pjit") for s in steps)
     if not has_root or len(used) > 2:
         return None
-    epsilons = sorted(e for e in region.literals if 0 < e < _LARGEST_EPSILON)
+    epsilons = sorted(e for e in region.literals if e > 0)
     names: list[NormName] = ["layer", "rms"]
     is_blocks = x.shape[1] % NORM_BLOCK == 0 or x.shape[1] < NORM_BLOCK
     if is_blocks and not used:

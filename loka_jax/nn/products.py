@@ -169,6 +169,8 @@ def _product(step: Step, why_left: Callable) -> Product:
     product = Product(*(step, path, SiteSpec(m=m, k=k, n=n), batch, origin.stack, left))
     if left is None and batch == 1 and not step.params["dimension_numbers"][1][0]:
         _follow(product)
+    elif product.is_stacked:
+        product.apart = "one of layers that vmap stacked, which run by themselves"
     return product
 
 

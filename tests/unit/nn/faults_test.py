@@ -207,6 +207,7 @@ def test_stacked_layers_are_sites_each_with_scales():
     x, plain = rounded(3, 16, 64), VMAPPED(32)
     (site,) = nn.list_sites(nn.convert(plain, recipe=DELAYED), x)
     assert (site.spec.m, site.batch, site.count, site.is_fp8) == (16, None, 3, True)
+    assert "vmap stacked" in str(site.why_not_fused)
     variables = nn.convert(plain, recipe=DELAYED).init(KEY, x)
     assert stored(variables).shape == (3, 3, 36)
 

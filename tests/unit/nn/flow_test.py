@@ -234,10 +234,15 @@ def _count(jaxpr, times=1):
     return total
 
 
-def layer_norm(x, g, b):
+def layer_norm(x, g, b, epsilon=1e-5):
     mean = jnp.mean(x, -1, keepdims=True)
     var = jnp.mean((x - mean) ** 2, -1, keepdims=True)
-    return (x - mean) / jnp.sqrt(var + 1e-5) * g + b
+    return (x - mean) / jnp.sqrt(var + epsilon) * g + b
+
+
+def wide_norm(x, g, b):
+    """As `LayerNorm(features)` is: the first of its options is epsilon."""
+    return layer_norm(x, g, b, epsilon=24.0)
 
 
 def rms_norm(x, g, b):
@@ -284,7 +289,8 @@ def test_activations_are_known_by_what_they_compute(name):
 
 
 @pytest.mark.parametrize(
-    "function, name, epsilon", [(layer_norm, "layer", 1e-5), (rms_norm, "rms", 0.01)]
+    "function, name, epsilon",
+    [(layer_norm, "layer", 1e-5), (wide_norm, "layer", 24), (rms_norm, "rms", 0.01)],
 )
 def test_norms_are_known_by_what_they_compute(function, name, epsilon):
     (norm,) = found(function, jnp.ones(24), jnp.ones(24))
