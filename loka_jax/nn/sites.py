@@ -193,9 +193,16 @@ def _trace(module: Any, args: tuple, kwargs: dict) -> jex.ClosedJaxpr:
         return jax.make_jaxpr(init)(jax.random.key(0), *args)
     graph, state = nnx.split(module)
 
+    def is_module(x):
+        return isinstance(x, nnx.Pytree)
+
+    def own(x):
+        return nnx.clone(x) if is_module(x) else x
+
     def call(state, *args):
-        out = nnx.merge(graph, state)(*args, **kwargs)
-        return jax.tree.leaves(out)
+        # Modules among the arguments, as caches, may be changed in their trace only.
+        named = jax.tree.map(own, kwargs, is_leaf=is_module)
+        return jax.tree.leaves(nnx.merge(graph, state)(*args, **named))
 
     return jax.make_jaxpr(call)(state, *args)
 
