@@ -153,7 +153,7 @@ class Stack(nnx.Module):
     def __call__(self, x):
         return nnx.scan(
             lambda x, layer: layer(x).reshape(x.shape),
-            in_axes=(nnx.Carry, 0),
+            in_axes=(nnx.Carry, nnx.StateAxes({nnx.Param: 0})),
             out_axes=nnx.Carry,
         )(x, self.layers)
 
@@ -270,6 +270,29 @@ def test_calls_change_the_model_as_they_do_the_one_as_written():
     parts = plain.linear, ours.linear
     dx = [jax.grad(lambda x, m=m: jnp.sum(m(x) ** 2))(X) for m in parts]
     np.testing.assert_allclose(dx[1], dx[0], rtol=1e-4, atol=1e-5)
+
+
+class Counter(nnx.Module):
+    def __init__(self):
+        self.count = nnx.Variable(jnp.uint32(0))
+
+
+class Counted(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(48, 16, rngs=rngs)
+
+    def __call__(self, x, *, counters):
+        for counter in counters:
+            counter.count[...] += 1
+        return self.linear(x)
+
+
+def test_modules_among_the_arguments_are_changed():
+    model, counters = nn.convert(drawn(Counted)), [Counter(), Counter()]
+    assert [s.path for s in nn.list_sites(model, X, counters=counters)] == ["linear"]
+    assert [counter.count[...] for counter in counters] == [0, 0]
+    model(X, counters=counters)
+    assert [counter.count[...] for counter in counters] == [1, 1]
 
 
 def test_plans_serve_converted_models(net):
