@@ -47,7 +47,8 @@ def test_every_kernel_is_of_a_family_or_checked_at_each_site():
 
 
 def test_each_family_is_asked_for_and_no_other_exists():
-    text = "".join(path.read_text() for path in (PACKAGE / "ops").glob("*.py"))
+    paths = [*(PACKAGE / "ops").glob("*.py"), *(PACKAGE / "optim").glob("*.py")]
+    text = "".join(path.read_text() for path in paths)
     assert all(f'"{family}"' in text for family in FAMILIES)
     with pytest.raises(ValueError, match="'norm' is no family of kernels: name one of"):
         families.why_wrong("norm")
