@@ -24,7 +24,7 @@ from loka_jax.triton.launch import require_triton
 from loka_jax.triton.trees import launch_tree, static
 
 # Arrays of a launch: each adds to the code, and a dozen pointers to the arguments.
-MOST_ARRAYS = 24
+MOST_ARRAYS = 32
 _MOST_NUMBERS = 2**31 - 1
 _FLAT = (1, 4096)  # rows and columns of a tile of an array that is not cast
 _CAST = (64, 64)
