@@ -1,8 +1,14 @@
 """Adam that updates all parameters in few kernels, with their FP8 forms.
 
 As an optax transformation its state is that of `optax.chain(clip_by_global_norm(c),
-optax.adam(r))`, and so are its updates where Triton's kernels do not run. Where they
-do, they differ in rounding: on Hopper, of float32 parameters.
+optax.adam(r))`, and so are its updates. On Hopper, of float32 parameters, a kernel runs
+where `accept` or `copies` is given, and differs in rounding:
+
+    tx = adam(1e-3, max_norm=1.0)
+    updates, opt_state = tx.update(grads, opt_state, params, accept=True)
+    params = optax.apply_updates(params, updates)
+
+The updates then are the new parameters themselves (`Replaced`).
 """
 
 from collections.abc import Sequence
@@ -14,9 +20,10 @@ import optax
 from jaxtyping import Array
 
 from loka_jax import triton, xla
+from loka_jax.nn.overwriting import Replaced
 from loka_jax.ops.group_sites import cast
 from loka_jax.optim.clip import clip_by_global_norm, clip_factor
-from loka_jax.optim.skipping import Replaced, Skipping, skipping
+from loka_jax.optim.skipping import Skipping, skipping
 from loka_jax.tails import Scaled, Written
 from loka_jax.triton import adam as kernel
 from loka_jax.triton.adam import Copy, Factors
@@ -55,9 +62,11 @@ def adam(
         grads = jax.tree.leaves(updates)
         leaves, tree = jax.tree.flatten(params)
         wanted = [None] * len(leaves) if copies is None else _leaves(copies)
-        if _provider(implementation, leaves, grads) == "xla":
-            is_accepted = True if copies is not None and accept is None else accept
-            options = dict(accept=is_accepted, lr_scale=lr_scale)
+        if copies is not None and accept is None:
+            accept = True
+        is_plain = accept is None  # of which further transformations may follow
+        if is_plain or _provider(implementation, leaves, grads) == "xla":
+            options = dict(accept=accept, lr_scale=lr_scale)
             updates, state = plain.update(updates, state, params, **options)
             return (updates if copies is None else _with(updates, wanted)), state
         clip, (moments, rate) = (None, state) if max_norm is None else state
@@ -68,7 +77,7 @@ def adam(
             nu_correction=1 - b2**count,
             rate=-_rate(learning_rate, rate),
             rate_scale=1.0 if lr_scale is None else lr_scale,
-            is_accepted=1.0 if accept is None else accept,
+            is_accepted=accept,
         )
         mu, nu = jax.tree.leaves(moments.mu), jax.tree.leaves(moments.nu)
         constants = dict(b1=b1, b2=b2, eps=eps)
@@ -101,12 +110,10 @@ def _rate(learning_rate: float | optax.Schedule, state: Any) -> Any:
     return learning_rate(state.count) if callable(learning_rate) else learning_rate
 
 
-def _counted(state: Any, accept: Array | None) -> Any:
+def _counted(state: Any, accept: Array | bool) -> Any:
     """Returns a state with one update more, if it was not refused."""
     count = optax.safe_increment(state.count)
-    return state._replace(
-        count=count if accept is None else jnp.where(accept, count, state.count)
-    )
+    return state._replace(count=jnp.where(accept, count, state.count))
 
 
 def _leaves(copies: Any) -> list[Copy | None]:

@@ -13,35 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
-from jaxtyping import Array
 
-from loka_jax.tails import Written
-
-
-@struct.dataclass
-class Replaced:
-    """An update that replaces what it is added to: `old + Replaced(new)` is `new`.
-
-    Attributes:
-        value: the new value.
-        copy: its FP8 forms; None if none were asked for.
-    """
-
-    value: Array
-    copy: Written | None = None
-
-    __array_ufunc__ = None  # numpy would look for elements to add
-
-    def __radd__(self, old: Any) -> Array:
-        """Returns the new value."""
-        return self.value
+from loka_jax.nn.overwriting import Replaced
 
 
 class Skipping(optax.GradientTransformationExtraArgs):
     """An optax transformation whose `update` takes `accept` and `lr_scale`.
 
-    `accept`, bool `[]`: whether to update; None does. If given, updates are `Replaced`.
+    `accept`, bool `[]`: whether to update; None does. If it is given, updates are
+    `Replaced`, which `optax.apply_updates` takes, and no further transformation.
     `lr_scale`, float32 `[]`: a factor on the updates; None for 1.
     """
 

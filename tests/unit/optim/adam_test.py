@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from loka_jax import optim, xla
+from loka_jax import nn, optim, xla
 from loka_jax.fp8 import E4M3
 from loka_jax.ops.group_sites import cast
 from loka_jax.optim.clip import clip_by_global_norm
@@ -86,3 +86,16 @@ def test_copies_are_casts_of_the_values_beside_them():
     assert updates["b"].copy is None and updates["w"].copy.fp8_t.shape == (32, 32)
     assert_same(updates["w"].copy, expected)
     assert not np.array_equal(values["w"], params["w"])
+
+
+def test_updates_that_replace_pass_the_overwriting_of_fp8_state():
+    optimizer = nn.overwriting(optim.adam(0.1))
+    variables, grads = {"params": tree(0)}, {"params": tree(1)}
+    state = optimizer.init(variables)
+    found = []
+    for how in ({}, dict(accept=jnp.asarray(True)), dict(accept=jnp.asarray(False))):
+        with jax.numpy_dtype_promotion("standard"):
+            updates, _ = optimizer.update(grads, state, variables, **how)
+        found.append(optax.apply_updates(variables, updates))
+    assert_same(found[1], found[0])
+    assert_same(found[2], variables)
