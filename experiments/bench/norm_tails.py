@@ -7,7 +7,7 @@ training, and E4M3 alone in inference; "layer" and "rms" have gamma, "layer" bet
 have swish. For every shape, norm and pass: kernel time of each tile by JAX's profiler,
 over input sets that together exceed twice the L2, and its time over that of the block
 norm (`vs_block`). Norms of whole rows take two kernels in training, of statistics and
-of the tail; in inference one, which reads rows twice.
+of the tail.
 
 Needs a Hopper GPU and the extra triton.
 """
@@ -28,6 +28,7 @@ from loka_jax.fp8 import E4M3, E5M2
 from loka_jax.normed import Epilogue, NormName, NormResiduals, NormVectors
 from loka_jax.tails import Forms, Scale, Scaled, Tails
 from loka_jax.triton import tails
+from loka_jax.triton.launch import power_of_two
 from loka_jax.triton.tails import Tile
 
 _NORMS: tuple[NormName, ...] = ("block", "layer", "rms")
@@ -71,11 +72,12 @@ def main(arguments: Arguments) -> None:
             print_records(records)
 
 
-def tiles_of(norm: NormName, kind: str) -> list[Tile]:
+def tiles_of(norm: NormName, kind: str, n: int) -> list[Tile]:
     """Returns the tiles to time."""
     sizes = [(32, 256, 8), (32, 256, 4), (64, 256, 8)]
+    columns = power_of_two(n)
     if norm != "block" and kind == "inference":
-        sizes = [(4, 256, 4), (8, 256, 4), (4, 512, 4), (8, 512, 8), (16, 256, 8)]
+        sizes = [(1, columns, 4), (1, columns, 8), (2, columns, 8), (64, 128, 4)]
     elif norm != "block":
         sizes = [(64, 64, 4), (64, 128, 4), (64, 128, 8), (32, 128, 4), (128, 64, 8)]
     return [Tile(*size) for size in sizes]
@@ -90,7 +92,7 @@ def forms_of(m: int, n: int, norm: NormName) -> dict[str, dict[str, Form]]:
         exact = _run(kind, xla.tails, epilogue)
         runs = {"xla": exact} | {
             str(tuple(tile)): _run(kind, tails, epilogue, tile=tile)
-            for tile in tiles_of(norm, kind)
+            for tile in tiles_of(norm, kind, n)
         }
         passes[kind] = {
             name: Form(run, sets, exact, _LEAST_DB) for name, run in runs.items()

@@ -125,8 +125,7 @@ def make_programs(
             planned = planned.with_initialized_scales()
         for kind in arguments.kinds:
             program = {"training": Training, "inference": Inference}[kind]
-            is_xla = arm.startswith("xla")
-            programs[f"{kind} {arm}"] = program(planned, variables, inputs, is_xla)
+            programs[f"{kind} {arm}"] = program(planned, variables, inputs)
     return programs
 
 
@@ -187,9 +186,8 @@ def arm_of(model, arm: str, recipe: str, inputs: tuple) -> nn.Planned:
 class Inference:
     """Inference with weights prepared once."""
 
-    def __init__(self, planned: nn.Planned, variables: Any, sets: list, is_xla: bool):
+    def __init__(self, planned: nn.Planned, variables: dict[str, Any], sets: list):
         """Takes a model and the inputs that it is called with."""
-        del is_xla
         self._folded = fold(planned.apply, variables, *sets[0])
         self._sets = [(self._folded.ready, *x) for x in sets]
 
@@ -209,11 +207,10 @@ class Inference:
 class Training:
     """A training step of the dense part, its state donated."""
 
-    def __init__(self, planned: nn.Planned, variables: Any, sets: list, is_xla: bool):
-        """Takes a model, the inputs that it is called with, and who updates."""
+    def __init__(self, planned: nn.Planned, variables: dict[str, Any], sets: list):
+        """Takes a model and the inputs that it is called with."""
         self._planned, self._variables, self._sets = planned, variables, sets
         self._optimizer = make_dense_optimizer(_OPTIM, total_steps=1000)
-        self._how: dict[str, Any] = {} if is_xla else {"accept": True}
 
     def lowered(self) -> Any:
         """Returns the lowered program."""
@@ -242,9 +239,7 @@ class Training:
         variables, moments = state
         loss, (grads, dinputs) = train_pass(self._planned, variables, *inputs)
         params = variables["params"]
-        updates, moments = self._optimizer.update(
-            grads["params"], moments, params, **self._how
-        )
+        updates, moments = self._optimizer.update(grads["params"], moments, params)
         variables = grads | {"params": optax.apply_updates(params, updates)}
         return (variables, moments), loss, dinputs
 

@@ -36,11 +36,11 @@ _F32_BYTES, _BF16_BYTES, _FP8_BYTES = 4, 2, 1
 _LAUNCH = 2.9  # times an empty kernel
 _PASSES = 1.2  # times at the copy rate
 # Kernels of a layer: products, passes, and their sums; in FP8 the cast of its weight,
-# too. Of a cross layer's product: in training its weight's cast as well. Of a cross
-# network: what reads and joins features, makes their gradient and next states.
+# too; of a norm of whole rows its statistics. Of a cross layer's product: in training
+# its weight's cast as well. Of a cross network: what reads and joins features, makes
+# their gradient and next states.
 _OF_DENSE = {"training": 7, "inference": 2}
-# Of the statistics of a norm of whole rows, both ways; inference needs none.
-_OF_STATISTICS = 2
+_OF_STATISTICS = {"training": 2, "inference": 1}
 _OF_CROSSED = {"training": 9, "inference": 2}
 _OF_CROSS = {"training": 10, "inference": 1}
 # Bytes of an element of the features: of a cross layer between its products by XLA
@@ -106,16 +106,17 @@ def dense_us(
     m, k, n = spec.m, spec.k, spec.n
     casts_weight = pass_name == "training" and any(map(recipe.gemm, ROLES))
     us = _products_us(spec, recipe, pass_name, roofline)
-    again = spec.has_affine and pass_name == "training"
-    launches = _OF_DENSE[pass_name] + casts_weight + _OF_STATISTICS * again
-    us += _launches_us(launches, roofline)
+    statistics = _OF_STATISTICS[pass_name] * spec.has_affine
+    us += _launches_us(_OF_DENSE[pass_name] + casts_weight + statistics, roofline)
     moved = m * k * (_BF16_BYTES + written_bytes("lhs", recipe, pass_name))
+    again = m * n * spec.has_affine
+    moved += again * _BF16_BYTES
     if pass_name == "training":
         kept = _FP8_BYTES if recipe.fwd is not None else _BF16_BYTES
         xhat = kept * (spec.norm != "none")
         g = written_bytes("g", recipe, pass_name)
         moved += m * n * (_BF16_BYTES + kept + xhat + g)
-        moved += again * m * n * (2 * _BF16_BYTES + xhat)
+        moved += again * (_BF16_BYTES + xhat)
         moved += k * n * (2 * _F32_BYTES + written_bytes("rhs", recipe, pass_name))
     return us + moved / roofline.bytes_per_us
 

@@ -19,7 +19,6 @@ from loka_jax.measure.family_rows import (
     row_wires,
 )
 from loka_jax.measure.family_tails import cross_tails, joined_casts, norm_tails
-from loka_jax.measure.family_updates import adams
 
 
 class Family(NamedTuple):
@@ -79,7 +78,6 @@ FAMILIES: dict[str, Family] = {
         "row_update.sgd",
         "row_update.rowwise_adagrad",
     ),
-    "adam": _family(adams, "triton", "adam.adam"),
     "route": _family(routes, "triton", "route.lists"),
     "merge": _family(merges, "triton", "merge.merge_lists"),
     "row_wire": _family(row_wires, "triton", "row_wire.encode", "row_wire.decode"),

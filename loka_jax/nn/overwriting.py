@@ -23,8 +23,6 @@ from flax import core, struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as _STATES
 from jaxtyping import Array
 
-from loka_jax.tails import Written
-
 
 @struct.dataclass
 class Overwrite:
@@ -44,25 +42,6 @@ class Overwrite:
     def __radd__(self, old: Any) -> Any:
         """Returns the new value, or the old one if the new one is zeros."""
         return next_table(jnp.asarray(old), self.value)
-
-
-@struct.dataclass
-class Replaced:
-    """An update that replaces what it is added to: `old + Replaced(new)` is `new`.
-
-    Attributes:
-        value: the new value.
-        copy: its FP8 forms; None if none were asked for.
-    """
-
-    value: Array
-    copy: Written | None = None
-
-    __array_ufunc__ = None  # numpy would look for elements to add
-
-    def __radd__(self, old: Any) -> Array:
-        """Returns the new value."""
-        return self.value
 
 
 def next_table(old: Array, gradient: Array) -> Array:
@@ -109,9 +88,7 @@ def overwriting(
             name: _of_parameters(name, value, params) for name, value in extra.items()
         }
         out, state = inner.update(gradients, state, rest, **extra)
-        is_leaf = lambda x: isinstance(x, Replaced)  # noqa: E731
-        structure = jax.tree.structure(out, is_leaf=is_leaf)
-        if structure != jax.tree.structure(gradients):
+        if jax.tree.structure(out) != jax.tree.structure(gradients):
             raise ValueError(
                 "overwriting takes optimizers whose updates have the structure of the "
                 f"gradients, not that of {type(out).__name__}: take another one, or "

@@ -1,6 +1,5 @@
 """Optimizers: optax's for dense parameters, our own for embedding rows."""
 
-from loka_jax.optim.adam import adam
 from loka_jax.optim.config import (
     OptimConfig,
     make_dense_optimizer,
@@ -15,7 +14,6 @@ from loka_jax.optim.rows import (
     Sgd,
     whole_table_update,
 )
-from loka_jax.optim.skipping import Skipping, skipping
 
 __all__ = [
     "Adam",
@@ -24,11 +22,8 @@ __all__ = [
     "Plateau",
     "RowwiseAdagrad",
     "Sgd",
-    "Skipping",
-    "adam",
     "make_dense_optimizer",
     "make_row_optimizer",
     "make_schedule",
-    "skipping",
     "whole_table_update",
 ]

@@ -37,16 +37,11 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
     def clip(updates: Any, state: optax.OptState, params: Any = None):
         del params
-        scale = clip_factor(updates, max_norm)
+        norm = global_norm(updates)
+        scale = jnp.where(norm < max_norm, 1.0, max_norm / norm)
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), clip)
-
-
-def clip_factor(tree: Any, max_norm: float) -> Float[Array, ""]:
-    """Returns what scales gradients down to a norm; 1 for those of a smaller one."""
-    norm = global_norm(tree)
-    return jnp.where(norm < max_norm, 1.0, max_norm / norm)
 
 
 def _norms(x: Array) -> Float[Array, " n"]:

@@ -6,7 +6,6 @@ from typing import Literal
 import optax
 
 from loka_jax.ops.embedding import RowOptimizer
-from loka_jax.optim.adam import adam
 from loka_jax.optim.clip import clip_by_global_norm
 from loka_jax.optim.rows import Adam, LaggedRowwiseAdagrad, RowwiseAdagrad, Sgd
 
@@ -123,9 +122,8 @@ def make_dense_optimizer(
     a plateau's factor to them without a new compilation.
     """
     lr = make_schedule(config.lr, config, total_steps)
-    if config.dense == "adam":
-        return adam(lr, max_norm=config.clip_norm)
     optimizer = {
+        "adam": optax.adam(lr),
         "adagrad": optax.adagrad(lr, initial_accumulator_value=0.0, eps=1e-8),
         "sgd": optax.sgd(lr),
     }[config.dense]

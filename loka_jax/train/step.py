@@ -37,7 +37,6 @@ from loka_jax.nn import (
 from loka_jax.nn.scale_state import SCALES
 from loka_jax.ops.mesh_axes import merging_over_devices
 from loka_jax.ops.tables import Tables
-from loka_jax.optim import Skipping, skipping
 from loka_jax.optim.clip import global_norm
 from loka_jax.probe.site import Capture
 from loka_jax.train import metrics, tasks
@@ -75,7 +74,6 @@ def make_train_step(
         task_weights: weights of the losses of several tasks; 1 for each if empty.
     """
     projected = project(model, placement.tables)
-    optimizer = skipping(optimizer)
     gradients = functools.partial(gradients_of, projected, probe, task_weights)
     if microbatches > 1:
         gradients = functools.partial(
@@ -100,10 +98,8 @@ def make_train_step(
             own = Outcome(loss, grads, batch_stats, seen, is_finite)
             merged, found = placement.merge(own, found, key)
         with jax.named_scope("optimizer"):
-            grad_norm = global_norm(merged.grads.params)
-            is_finite = merged.is_finite & all_finite(merged.loss, grad_norm)
-            params, opt_state = _updated(optimizer, state, merged, is_finite)
-        proposed = _proposed(probe, state, merged) | {"grad_norm": grad_norm}
+            proposed = _proposed(optimizer, probe, state, merged)
+        is_finite = merged.is_finite & all_finite(merged.loss, proposed["grad_norm"])
         with jax.named_scope("update_rows"):
             table, row_state, left = placement.update_rows(
                 state, batch, grads.rows, found, row_update, is_finite, key
@@ -111,8 +107,6 @@ def make_train_step(
         after = dataclasses.replace(
             state,
             **_accepted(is_finite, proposed, state),
-            params=params,
-            opt_state=opt_state,
             table=table,
             row_state=row_state,
             bad_ids=state.bad_ids + found.bad_ids,
@@ -256,25 +250,24 @@ def all_finite(*values: Any) -> Array:
     return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in values))
 
 
-def _updated(
-    optimizer: Skipping, state: TrainState, merged: Outcome, is_finite: Array
-) -> tuple[Any, Any]:
-    """Returns parameters and optimizer state, as they were if the step is skipped."""
-    how = dict(accept=is_finite, lr_scale=state.lr_scale)
+def _proposed(
+    optimizer: optax.GradientTransformation,
+    probe: ProbeConfig | None,
+    state: TrainState,
+    merged: Outcome,
+) -> dict[str, Any]:
+    """Returns what a step makes of a state, but for its tables and counters."""
     with jax.numpy_dtype_promotion("standard"):  # optax.adam relies on it
         updates, opt_state = optimizer.update(
-            merged.grads.params, state.opt_state, state.params, **how
+            merged.grads.params, state.opt_state, state.params
         )
-    return optax.apply_updates(state.params, updates), opt_state
-
-
-def _proposed(
-    probe: ProbeConfig | None, state: TrainState, merged: Outcome
-) -> dict[str, Any]:
-    """Returns what a step makes of a state, but for what optimizers and it count."""
+    updates = jax.tree.map(lambda u: u * state.lr_scale, updates)
     proposed = {
+        "params": optax.apply_updates(state.params, updates),
+        "opt_state": opt_state,
         "fp8": merged.grads.fp8,
         "batch_stats": merged.batch_stats,
+        "grad_norm": global_norm(merged.grads.params),
         "metrics": metrics.merge(state.metrics, merged.seen),
     }
     if probe is not None:

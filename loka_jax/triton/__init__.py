@@ -3,7 +3,6 @@
 Arrays in, arrays out. Each module has `why_not`, which says in a sentence why a problem
 is not served (None if it is), and functions that launch its kernels:
 
-    adam          adam: updates of all dense parameters, and their FP8 forms
     matmul        fp8_matmul: product of FP8 operands
     dot_features  dot_features, dot_features_backward: dot products of pairs of vectors
     route         lists: of the distinct places of ids, for the owners of their rows

@@ -1,8 +1,7 @@
 """The kernels of norm tails. Importing this module imports Triton.
 
-A tile that holds all columns that share a statistic computes it. Statistics of whole
-rows take a second reading of them: by a kernel before, or from the cache by a program
-that walks over the tiles of a few rows.
+A tile that holds all columns that share a statistic computes it. Else a kernel before
+computes those of whole rows.
 
 `no_type_check` exempts these functions, which Triton compiles from source, from the
 tests' run-time type checks.
@@ -56,28 +55,6 @@ def norm_tail_kernel(given, out, of):
             at = column // of.block_n * of.m
             _store_rows(out.rstd, rate, row, at, of)
         v *= rate[:, None]
-    _finish(v, given, out, row, column, of)
-
-
-@triton.jit
-@no_type_check
-def norm_rows_kernel(given, out, of):
-    """Does what `norm_tail_kernel` does, of whole rows, tile by tile."""
-    row = tl.program_id(0) * of.block_m
-    mean, rate = _moments(given, row, of)
-    if out.rstd is not None:
-        _store_rows(out.rstd, rate, row, 0, of)
-    for column in range(0, of.out_n, of.block_n):
-        v = _argument(given, row, column, of)
-        if of.norm == "layer":
-            v -= mean[:, None]
-        _finish(v * rate[:, None], given, out, row, column, of)
-
-
-@triton.jit
-@no_type_check
-def _finish(v, given, out, row, column, of):
-    """Writes a tile of xhat and y from that of normalized rows."""
     if out.xhat is not None:
         kept = cut(v * of.xhat_scale, row, column, of)
         store(out.xhat, kept, row, column, of.block_m, of.block_n)
@@ -91,15 +68,6 @@ def _finish(v, given, out, row, column, of):
 def norm_moments_kernel(given, out, of):
     """Writes the mean of each row of the norm's argument, and rstd."""
     row = _last_rows_first(of)
-    mean, rate = _moments(given, row, of)
-    _store_rows(out.mean, mean, row, 0, of)
-    _store_rows(out.rate, rate, row, 0, of)
-
-
-@triton.jit
-@no_type_check
-def _moments(given, row, of):
-    """Returns the mean of each row of the norm's argument, and rstd."""
     total = tl.zeros((of.block_m, of.block_n), tl.float32)
     squares = tl.zeros((of.block_m, of.block_n), tl.float32)
     for column in range(0, of.n, of.block_n):
@@ -111,7 +79,8 @@ def _moments(given, row, of):
         # Rounding may make it negative; NaN stays NaN.
         moment -= mean * mean
         moment = tl.maximum(moment, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return mean, tl.rsqrt(moment + of.epsilon)
+    _store_rows(out.mean, mean, row, 0, of)
+    _store_rows(out.rate, tl.rsqrt(moment + of.epsilon), row, 0, of)
 
 
 @triton.jit

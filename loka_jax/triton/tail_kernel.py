@@ -196,14 +196,12 @@ def store_dots(dots, tile, vector, row, column, of):
 def write(tile, out, scale_inv, row, column, of):
     """Writes a tile of a result in every form of a `Written`, and the tile's amax."""
     tile = cut(tile, row, column, of)
-    is_measured: tl.constexpr = (out.fp8_t is not None) or (out.amaxes is not None)
-    largest = _row_largest(tile) if is_measured else None
+    largest = _row_largest(tile)
     if out.bf16 is not None:
         store(out.bf16, tile, row, column, of.block_m, of.block_n)
     if out.fp8 is not None:
-        cast = tile * (1.0 / tl.load(scale_inv))
-        if is_measured:
-            cast *= _one_if_magnitudes(largest)[:, None]
+        factor = 1.0 / tl.load(scale_inv)
+        cast = tile * (factor * _one_if_magnitudes(largest))[:, None]
         # NaN stays NaN.
         cast = tl.clamp(cast, -of.limit, of.limit, propagate_nan=tl.PropagateNan.ALL)
         cast = cast.to(out.fp8.at.dtype.element_ty)

@@ -6,9 +6,8 @@ through shared memory. Matrices may have any size. Operands may be padded, and r
 are written with zeros past their end: padding costs no pass of its own. Loads and
 stores take 16 bytes at a time where columns are multiples of 16.
 
-Columns that share a statistic of a norm are in one tile where that holds them. Else
-rows are read twice: by a kernel before, or, where no transpose is written, by one that
-walks over the tiles of a few rows.
+Columns that share a statistic of a norm are in one tile where that holds them. Else a
+kernel before reads the rows for their statistics.
 """
 
 import dataclasses
@@ -70,8 +69,6 @@ BLOCK, NO_NORM = Tile(32, 256, 8), Tile(64, 128, 4)
 # Of whole rows, and of the kernel that computes their statistics: the fastest on an
 # H200 at 8,192 x 3,072.
 ROWS, STATISTICS = Tile(64, 64, 4), {"layer": Tile(4, 256, 4), "rms": Tile(8, 256, 4)}
-# Of norms of whole rows without a transpose.
-WALK = Tile(8, 256, 4)
 
 
 def why_not(m: int, n: int, *operands: Scaled | Array | None) -> str | None:
@@ -116,25 +113,21 @@ def norm_tail(
     rstd_shape = (blocks, run.m) if blocks > 1 else (run.m,)
     from loka_jax.triton import norm_tail_kernel  # not above: it imports Triton
 
-    tile = _tile(tile, epilogue, run.n, walks=not want.transposed)
+    tile = _tile(tile, epilogue, run.n)
     given: dict[str, Any] = dict(summands=tuple(summands), vectors=vectors)
     given |= dict(dropout=dropout, scale_inv=y_scale_inv, mean=None, rate=None)
     of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, dtype), epsilon=epilogue.epsilon)
-    is_apart = _is_apart(epilogue, run.n, tile)
-    kernel, walks = norm_tail_kernel.norm_tail_kernel, False
-    if is_apart and want.transposed:
+    if is_apart := _is_apart(epilogue, run.n, tile):
         moments = norm_tail_kernel.norm_moments_kernel
         given |= run.of_rows(moments, given, "mean", "rate", **of)
-    elif is_apart:
-        kernel, walks = norm_tail_kernel.norm_rows_kernel, True
-    has_rstd = is_kept and is_norm and given["rate"] is None
+    has_rstd = is_kept and is_norm and not is_apart
     out = dict(
         y=run.types(tile),
         xhat=_type(run.out_shape, dtype) if is_kept else None,
         rstd=_type(rstd_shape) if has_rstd else None,
     )
-    out = run(kernel, tile, given, out, walks=walks, **of)
-    rstd = out.rstd if has_rstd else given["rate"]
+    out = run(norm_tail_kernel.norm_tail_kernel, tile, given, out, **of)
+    rstd = given["rate"] if is_apart else out.rstd
     residuals = NormResiduals(out.xhat, rstd) if is_kept else None
     return NormTail(_written(out.y, y_scale_inv), residuals)
 
@@ -321,25 +314,9 @@ class _Run:
             amaxes=_type((math.prod(tile.counts(m, n)),)) if want.amax else None,
         )
 
-    def __call__(
-        self,
-        kernel: Any,
-        tile: Tile,
-        given: dict,
-        out: Any,
-        *,
-        walks: bool = False,
-        **of: Any,
-    ):
-        """Returns the results of a kernel, in the structure of `out`.
-
-        Args:
-            kernel, tile, given, out: the launch.
-            walks: a program walks over all columns of its rows.
-            of: constants.
-        """
-        m, n = self.out_shape
-        grid = math.prod(tile.counts(m, 1 if walks else n))
+    def __call__(self, kernel: Any, tile: Tile, given: dict, out: Any, **of: Any):
+        """Returns the results of a kernel, in the structure of `out`."""
+        grid = math.prod(tile.counts(*self.out_shape))
         return self._launch(kernel, tile, given, out, grid, of)
 
     def of_rows(self, kernel: Any, given: dict, *names: str, **of: Any) -> dict:
@@ -395,9 +372,7 @@ def _xhat_scale(epilogue: Epilogue, n: int, dtype: DTypeLike) -> float:
     return 1 / xhat_scale_inv(epilogue.norm, n) if is_fp8 else 1.0
 
 
-def _tile(
-    tile: Tile | None, epilogue: Epilogue, n: int, *, walks: bool = False
-) -> Tile:
+def _tile(tile: Tile | None, epilogue: Epilogue, n: int) -> Tile:
     """Returns the tile of a launch, the fastest that is known if none is given."""
     norm = epilogue.norm
     columns = max(power_of_two(norm_features(norm, n)), _MIN_COLUMNS)
@@ -407,7 +382,7 @@ def _tile(
         return tile
     if norm in ("layer", "rms") and columns <= BLOCK.block_n:
         return BLOCK._replace(block_n=columns)
-    tile = {"none": NO_NORM, "block": BLOCK}.get(norm, WALK if walks else ROWS)
+    tile = {"none": NO_NORM, "block": BLOCK}.get(norm, ROWS)
     return tile._replace(block_n=min(columns, tile.block_n))
 
 

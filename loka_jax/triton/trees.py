@@ -15,7 +15,6 @@ import functools
 import hashlib
 import linecache
 from collections import namedtuple
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -38,14 +37,7 @@ def static(**values: Any) -> Any:
 
 
 def launch_tree(
-    kernel: Any,
-    given: Any,
-    out: Any,
-    of: Any,
-    *,
-    grid: int,
-    num_warps: int,
-    aliases: Mapping[int, int] | None = None,
+    kernel: Any, given: Any, out: Any, of: Any, *, grid: int, num_warps: int
 ) -> Any:
     """Returns the results of a kernel, in the structure of `out`.
 
@@ -57,8 +49,6 @@ def launch_tree(
         of: further constants, see `static`.
         grid: the number of programs.
         num_warps: warps of a program.
-        aliases: number of an array that is written in place, before any scale -> number
-            of its result.
     """
     arguments: list[Any] = []
     results: list[Any] = []
@@ -78,7 +68,6 @@ def launch_tree(
             num_warps=num_warps,
             num_stages=1,
             constants={},
-            aliases=aliases,
         )
 
     arrays = [x for i, x in enumerate(arguments) if i not in numbers]

@@ -25,12 +25,10 @@ from loka_jax import mapped, triton
 
 _NEEDS_EXTRA = "needs the extra loka-jax[triton]"
 # The modules that launch kernels, and those that hold them.
-_NAMES_OF_LAUNCHING = (
-    "adam dot_features joined_norm matmul merge packed route row_update"
-)
+_NAMES_OF_LAUNCHING = "dot_features joined_norm matmul merge packed route row_update"
 _LAUNCHING = [
     importlib.import_module(f"{triton.__name__}.{name}")
-    for name in f"{_NAMES_OF_LAUNCHING} row_update row_wire tails trees".split()
+    for name in f"{_NAMES_OF_LAUNCHING} row_wire tails trees".split()
 ]
 _KERNEL_FILES = sorted(pathlib.Path(triton.__file__).parent.glob("*_kernel.py"))
 # Triton's name of a type -> numpy's.
@@ -151,9 +149,9 @@ def launches(monkeypatch):
         recorded.append(Launch(kernel, given | constants, grid, num_warps, aliases))
         return tuple(jnp.asarray(np.zeros(x.shape, x.dtype)) for x in outputs)
 
-    def record_tree(kernel, given, out, of, *, grid, num_warps, aliases=None):
+    def record_tree(kernel, given, out, of, *, grid, num_warps):
         trees = dict(given=given, out=out, of=of)
-        recorded.append(Launch(kernel, trees, grid, num_warps, aliases or {}))
+        recorded.append(Launch(kernel, trees, grid, num_warps, {}))
         return jax.tree.map(lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), out)
 
     for module in _LAUNCHING:
@@ -199,8 +197,6 @@ def interpreted(monkeypatch):
     # It takes no traced arrays.
     call = lambda kernel, *operands: kernel(*operands)  # noqa: E731
     monkeypatch.setattr(mapped, "one_by_one", call)
-    # Kernels that are generated now are not compiled, so none may be kept.
-    monkeypatch.setattr(triton.trees, "_generated", triton.trees._generated.__wrapped__)
     tl = triton_module("language")
     standard = triton_module("language.standard")
     interpreter = triton_module("runtime.interpreter")

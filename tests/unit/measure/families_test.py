@@ -46,16 +46,8 @@ def test_every_kernel_is_of_a_family_or_checked_at_each_site():
     assert set().union(*map(_entries, paths)) - PLUMBING == {*of_families, *BY_SITE}
 
 
-def test_no_check_asks_for_a_check():
-    """Which would wait for itself."""
-    names = ("rows", "tails", "fm_lcb", "updates")
-    paths = [PACKAGE / "measure" / f"family_{name}.py" for name in names]
-    assert not any('implementation="triton"' in path.read_text() for path in paths)
-
-
 def test_each_family_is_asked_for_and_no_other_exists():
-    paths = [*(PACKAGE / "ops").glob("*.py"), *(PACKAGE / "optim").glob("*.py")]
-    text = "".join(path.read_text() for path in paths)
+    text = "".join(path.read_text() for path in (PACKAGE / "ops").glob("*.py"))
     assert all(f'"{family}"' in text for family in FAMILIES)
     with pytest.raises(ValueError, match="'norm' is no family of kernels: name one of"):
         families.why_wrong("norm")

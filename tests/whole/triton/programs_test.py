@@ -5,18 +5,15 @@ None may spill registers, and memory must be read and written 16 bytes at a time
 
 import functools
 import math
-import re
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 from loka_jax.fp8 import E4M3, E5M2, Fp8Array
 from loka_jax.normed import Epilogue, NormVectors
 from loka_jax.ops import embedding
-from loka_jax.optim import adam
 from loka_jax.optim.rows import Adam, RowwiseAdagrad, Sgd
 from loka_jax.packed import Packing
 from loka_jax.tails import Forms, Outer, Scale, Scaled
@@ -30,7 +27,6 @@ from loka_jax.triton import (
     row_wire,
     tails,
 )
-from loka_jax.triton.adam import Copy
 from tests.support import hopper
 from tests.support.triton import (
     compiled,
@@ -136,45 +132,6 @@ def test_an_update_copies_no_table(optimizer):
     hlo = hopper.compiled(donated, *operands, donate_argnums=(0, 1))
     launches = [kernel.opcode for kernel in hopper.kernels(hlo)]
     assert launches.count("custom-call") == 3 and "copy" not in hlo
-
-
-# Updates of dense parameters: those of a cross network and its MLP, and odd sizes.
-
-DENSE = [(3456, 512), (512, 3456), (3456,), (3456, 1024), (1024,), (13, 512), (100, 70)]
-WEIGHT = Forms(bf16=False, fp8=E4M3, transposed=True, amax=True, padded=True)
-
-
-def dense_update(params, grads, state, scales, accept):
-    copies = [
-        Copy(WEIGHT, Scale(scales, i)) if x.ndim == 2 and x.shape[0] > 99 else None
-        for i, x in enumerate(params)
-    ]
-    optimizer = adam(0.1, max_norm=1.0, implementation="triton")
-    with jax.numpy_dtype_promotion("standard"):
-        how = dict(accept=accept, copies=copies)
-        updates, state = optimizer.update(grads, state, params, **how)
-    forms = [x.copy and x.copy._replace(scale_inv=None) for x in updates]
-    return optax.apply_updates(params, updates), state, forms
-
-
-def dense_operands():
-    arrays = [shape(*x, dtype=F32) for x in DENSE]
-    state = jax.eval_shape(adam(0.1, max_norm=1.0).init, arrays)
-    scales, accept = shape(len(DENSE), dtype=F32), shape(dtype=jnp.bool_)
-    return arrays, arrays, state, scales, accept
-
-
-def test_an_update_of_dense_parameters_does_not_spill():
-    program = compiled(dense_update, *dense_operands())
-    assert spilled_bytes(program.ptxas_report()) == 0
-    assert all(access in program.ptx for access in (LOADS, STORES))
-
-
-def test_an_update_of_dense_parameters_is_one_launch_in_place():
-    hlo = hopper.compiled(dense_update, *dense_operands(), donate_argnums=(0, 2))
-    launches = [kernel.opcode for kernel in hopper.kernels(hlo)]
-    assert launches.count("custom-call") == 1
-    assert not re.search(r"= f32\S+ copy\(", hlo)
 
 
 # Programs of rows, lists and vectors. Codes come in words of four at least.
