@@ -169,7 +169,16 @@ def _converted(method: Any) -> Any:
 
 
 def _make_variables(model: Any, inputs: tuple[Any, ...]) -> None:
-    """Makes the variables of sites by an abstract call."""
+    """Makes the variables of sites by an abstract call.
+
+    Raises:
+        ValueError: if the model is not called itself, but methods of it.
+    """
+    if not callable(model):
+        raise ValueError(
+            f"{type(model).__name__} has no __call__ that could take inputs: give "
+            "`convert` none, and call a method once before training."
+        )
     graph, state = nnx.split(model, graph=True)
     leaves, tree = jax.tree.flatten(inputs)
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "dtype")}

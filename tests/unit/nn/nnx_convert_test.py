@@ -236,6 +236,8 @@ def test_delayed_scales_are_made_by_a_first_call():
     assert len(jax.tree.leaves(nnx.state(model, nn.Fp8State))) == 2
     with pytest.raises(ValueError, match="takes inputs in `init`"):
         nn.convert(linen.Dense(8), X)
+    with pytest.raises(ValueError, match="Counter has no __call__ that could take"):
+        nn.convert(Counter(), X)
 
 
 class Stateful(nnx.Module):
