@@ -86,7 +86,8 @@ def convert_nnx(
     """
     model = nnx.clone(model)
     before = _place(model).conversions
-    conversions = (Conversion(type(model), recipe, only, skip), *before)
+    written = _written(type(model)) if before else type(model)
+    conversions = (Conversion(written, recipe, only, skip), *before)
     for path, module in _modules(model, before):
         if not before:
             module.__class__ = _subclass(type(module))
@@ -128,15 +129,27 @@ def _modules(
 @functools.cache
 def _subclass(written: type) -> type:
     """Returns a class by the same name whose methods run converted."""
-    body = {"__module__": written.__module__, "__qualname__": written.__qualname__}
+    body: dict[str, Any] = {
+        "__module__": written.__module__,
+        "__qualname__": written.__qualname__,
+    }
+    body["__reduce__"] = lambda self: (_loaded, (written, vars(self)))
     for name in dir(written):
         method = inspect.getattr_static(written, name)
         is_own = method is not inspect.getattr_static(nnx.Module, name, None)
         is_method = callable(method) and hasattr(method, "__get__")
+        is_method &= not isinstance(method, staticmethod)
         if is_own and is_method and (name == "__call__" or not name.startswith("_")):
             body[name] = _converted(method)
     is_pytree = written._pytree__is_pytree  # noqa: SLF001 (an argument of classes)
     return type(written)(written.__name__, (written,), body, pytree=is_pytree)
+
+
+def _loaded(written: type, attributes: dict[str, Any]) -> Any:
+    """Returns a converted module of a pickle, whose class has the name of another."""
+    module = object.__new__(_subclass(written))
+    vars(module).update(attributes)
+    return module
 
 
 def _written(converted: type) -> Any:
@@ -156,7 +169,16 @@ def _converted(method: Any) -> Any:
 
 
 def _make_variables(model: Any, inputs: tuple[Any, ...]) -> None:
-    """Makes the variables of sites by an abstract call."""
+    """Makes the variables of sites by an abstract call.
+
+    Raises:
+        ValueError: if the model is not called itself, but methods of it.
+    """
+    if not callable(model):
+        raise ValueError(
+            f"{type(model).__name__} has no __call__ that could take inputs: give "
+            "`convert` none, and call a method once before training."
+        )
     graph, state = nnx.split(model, graph=True)
     leaves, tree = jax.tree.flatten(inputs)
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "dtype")}

@@ -1,5 +1,7 @@
 """Flax NNX models run as sites by `nn.convert`."""
 
+import pickle
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -234,6 +236,8 @@ def test_delayed_scales_are_made_by_a_first_call():
     assert len(jax.tree.leaves(nnx.state(model, nn.Fp8State))) == 2
     with pytest.raises(ValueError, match="takes inputs in `init`"):
         nn.convert(linen.Dense(8), X)
+    with pytest.raises(ValueError, match="Counter has no __call__ that could take"):
+        nn.convert(Counter(), X)
 
 
 class Stateful(nnx.Module):
@@ -247,7 +251,11 @@ class Stateful(nnx.Module):
         self.calls += 1
         self.last["h"] = h = self.linear(x)
         self.seen = nnx.Intermediate(h)
-        return self.dropout(self.norm(h))
+        return self.dropout(self.norm(self.shifted(h)))
+
+    @staticmethod
+    def shifted(h):
+        return h + 1
 
     def part(self):
         return self.linear
@@ -256,6 +264,7 @@ class Stateful(nnx.Module):
 def test_calls_change_the_model_as_they_do_the_one_as_written():
     plain, ours = drawn(Stateful), nn.convert(drawn(Stateful), recipe="f32")
     assert isinstance(ours, Stateful) and ours.part() is ours.linear
+    assert ours.shifted(1) == 2
     for _ in range(2):
         results = [(m(X), m.last, m.calls) for m in (plain, ours)]
         chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-5)
@@ -264,6 +273,8 @@ def test_calls_change_the_model_as_they_do_the_one_as_written():
     ]
     chex.assert_trees_all_close(*states, rtol=1e-5, atol=1e-5)
     assert states[1]["dropout"]["rngs"]["count"] == 2
+    again = pickle.loads(pickle.dumps(nn.convert(ours, recipe="bf16", only="linear")))
+    assert type(again) is type(ours) and listed(again, X)["linear"].recipe == "bf16"
     # A part, and what reads the model alone, run converted under any transformation.
     site = nn.list_sites(nn.convert(plain, recipe="fp8_rowwise").linear, X)
     assert [(s.path, s.is_fp8) for s in site] == [("linear", True)]
