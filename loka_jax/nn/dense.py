@@ -323,7 +323,10 @@ def as_matrix(x: Array, dims, *, contract_last: bool):
     kept_shape = tuple(x.shape[i] for i in kept)
     k, rest = math.prod(x.shape[i] for i in dims), math.prod(kept_shape)
     shape = (rest, k) if contract_last else (k, rest)
-    return x.transpose(order).reshape(shape), kept_shape
+    # An operation that does nothing takes time to trace.
+    if order != tuple(range(x.ndim)):
+        x = x.transpose(order)
+    return x if x.shape == shape else x.reshape(shape), kept_shape
 
 
 def _sizes(lhs, rhs, dimension_numbers) -> tuple[int, int, int, int]:
