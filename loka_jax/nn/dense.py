@@ -263,8 +263,9 @@ def run_planned(
     def run(arrays, state, observe):
         if observe is None:
             return _run_alike(plan, arrays, state, axis_names=axis_names, **options)
-        own = options | dict(axis_names=axis_names, observe=observe)
-        return run_site(plan, arrays, state, **own)
+        return run_site(
+            plan, arrays, state, axis_names=axis_names, observe=observe, **options
+        )
 
     lhs = arrays.lhs.y if isinstance(arrays.lhs, Activations) else arrays.lhs
     return run_in_auto(run, lhs, arrays.rhs, arrays, state, observe)
