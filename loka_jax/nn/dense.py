@@ -224,8 +224,9 @@ def run_planned(
     def run(arrays, state, observe):
         if observe is None:
             return _run_alike(plan, arrays, state, axis_names=axis_names, **options)
-        own: dict[str, Any] = dict(axis_names=axis_names, observe=observe)
-        return run_site(plan, arrays, state, **own, **options)
+        return run_site(
+            plan, arrays, state, axis_names=axis_names, observe=observe, **options
+        )
 
     lhs = arrays.lhs.y if isinstance(arrays.lhs, Activations) else arrays.lhs
     return run_in_auto(run, lhs, arrays.rhs, arrays, state, observe)
@@ -284,7 +285,10 @@ def as_matrix(x: Array, dims, *, contract_last: bool):
     kept_shape = tuple(x.shape[i] for i in kept)
     k, rest = math.prod(x.shape[i] for i in dims), math.prod(kept_shape)
     shape = (rest, k) if contract_last else (k, rest)
-    return x.transpose(order).reshape(shape), kept_shape
+    # An operation that does nothing takes time to trace.
+    if order != tuple(range(x.ndim)):
+        x = x.transpose(order)
+    return x if x.shape == shape else x.reshape(shape), kept_shape
 
 
 def _sizes(lhs, rhs, dimension_numbers) -> tuple[int, int, int, int]:
