@@ -108,7 +108,17 @@ class Converted(linen.Module):
         is_method = callable(getattr(type(self.written), name, None))
         if is_method and self._bound is not None:
             return functools.partial(self._call_within, name)
-        return getattr(self.of.model, name)
+        if self._bound is None or hasattr(self.of.model, name):
+            return getattr(self.of.model, name)
+        # What `setup` defines.
+        found = getattr(self.written.bind(self._bound.variables), name)
+        if not isinstance(found, linen.Module):
+            return found
+
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(module, name)(*args, **kwargs)
+
+        return functools.partial(self._call_within, call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the model returns, within another one or bound."""
@@ -190,7 +200,7 @@ class Converted(linen.Module):
         return out
 
     @linen.nowrap
-    def _call_within(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_within(self, method: str | Callable, *args: Any, **kwargs: Any) -> Any:
         """Runs a method in a module's scope, whose variables are the model's."""
         module = self._bound
         if module is None:

@@ -368,9 +368,12 @@ def test_a_converted_model_is_a_module():
     for y in (
         model.apply(variables, X, method="halfway"),
         model.bind(variables).halfway(X),
+        model.bind(variables).up(X),
         linen.apply(lambda m: m.halfway(X), model)(variables),
     ):
         np.testing.assert_allclose(y, half, rtol=1e-4, atol=1e-5)
+    with pytest.raises(AttributeError, match="down"):
+        _ = model.down  # there is none before `setup`
     assert model.features == 32 and model.clone(features=16).features == 16
     assert "kernel" in model.tabulate(KEY, X)
     assert hash(model) == hash(nn.convert(Tower(), recipe="f32"))
