@@ -14,6 +14,7 @@ delayed scaling adds its collection beside the parameters, also for layers under
 `nn.scan`, `nn.vmap` or `nn.remat`, which need not know of it.
 """
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -55,7 +56,9 @@ def convert(
     Args:
         model: any Linen module, in which our own modules keep their recipes; or any NNX
             module, of which a copy is returned, see `convert_nnx`; or a function whose
-            first argument is a dictionary of parameters, see `ConvertedFunction`.
+            first argument is a dictionary of parameters, see `ConvertedFunction`; or a
+            `FlaxPreTrainedModel` of Hugging Face, of which a copy is returned. It hands
+            on parameters alone: for delayed scaling convert its `module`.
         only: patterns of paths ("tower/*") of the sites to convert, or of the modules
             that they are in.
         skip: patterns of what to leave as it is, though in `only`.
@@ -76,6 +79,11 @@ def convert(
         return convert_nnx(model, recipe, _patterns(only), _patterns(skip))
     if inspect.isfunction(model):
         return ConvertedFunction(model, recipe, _patterns(only), _patterns(skip))
+    if isinstance(getattr(model, "_module", None), linen.Module):
+        own = convert(model._module, recipe=recipe, only=only, skip=skip)
+        copied = copy.copy(model)
+        copied._module = own
+        return copied
     if not hasattr(model, "apply"):
         raise ValueError(f"{_repr(model)} is no Flax model: give {_within(model)}.")
     options = _patterns(only), _patterns(skip)

@@ -379,6 +379,32 @@ def test_a_converted_model_is_a_module():
     assert hash(model) == hash(nn.convert(Tower(), recipe="f32"))
 
 
+class Pretrained:
+    """As `FlaxPreTrainedModel` is: a module and its parameters."""
+
+    def __init__(self, module):
+        self._module = module
+        self.params = initialized(module, X)["params"]
+
+    @property
+    def module(self):
+        return self._module
+
+    def __call__(self, x, params=None):
+        return self.module.apply({"params": params or self.params}, x)
+
+
+def test_a_model_of_hugging_face_is_copied_with_its_module_converted():
+    plain = Pretrained(Tower())
+    model = nn.convert(plain, recipe="fp8_rowwise", only="up")
+    assert isinstance(plain.module, Tower) and model.params is plain.params
+    sites = listed(model.module, X)
+    assert [sites[path].is_fp8 for path in ("up", "down")] == [True, False]
+    np.testing.assert_allclose(model(X), plain(X), rtol=0.2, atol=0.2)
+    with pytest.raises(ValueError, match="has no delayed scales"):
+        nn.convert(plain, recipe=DELAYED)(X)
+
+
 class Wide(linen.Module):
     @linen.compact
     def __call__(self, x):
