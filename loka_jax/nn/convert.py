@@ -14,6 +14,7 @@ delayed scaling adds its collection beside the parameters, also for layers under
 `nn.scan`, `nn.vmap` or `nn.remat`, which need not know of it.
 """
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -57,7 +58,9 @@ def convert(
     Args:
         model: any Linen module, in which our own modules keep their recipes; or any NNX
             module, of which a copy is returned, see `convert_nnx`; or a function whose
-            first argument is a dictionary of parameters, see `ConvertedFunction`.
+            first argument is a dictionary of parameters, see `ConvertedFunction`; or a
+            `FlaxPreTrainedModel` of Hugging Face, of which a copy is returned. It hands
+            on parameters alone: for delayed scaling convert its `module`.
         inputs: of a call of an NNX module, arrays or their shapes, by which delayed
             scales are made; without them its first call makes them.
         recipe: of all sites, whatever it costs. Without one each site and group runs
@@ -87,6 +90,11 @@ def convert(
         raise ValueError(f"{_repr(model)} takes inputs in `init`: give `convert` none.")
     if inspect.isfunction(model):
         return ConvertedFunction(model, recipe, _patterns(only), _patterns(skip))
+    if isinstance(getattr(model, "_module", None), linen.Module):
+        own = convert(model._module, recipe=recipe, only=only, skip=skip)
+        copied = copy.copy(model)
+        copied._module = own
+        return copied
     if not hasattr(model, "apply"):
         raise ValueError(f"{_repr(model)} is no Flax model: give {_within(model)}.")
     options = _patterns(only), _patterns(skip)
@@ -119,7 +127,17 @@ class Converted(linen.Module):
         is_method = callable(getattr(type(self.written), name, None))
         if is_method and self._bound is not None:
             return functools.partial(self._call_within, name)
-        return getattr(self.of.model, name)
+        if self._bound is None or hasattr(self.of.model, name):
+            return getattr(self.of.model, name)
+        # What `setup` defines.
+        found = getattr(self.written.bind(self._bound.variables), name)
+        if not isinstance(found, linen.Module):
+            return found
+
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(module, name)(*args, **kwargs)
+
+        return functools.partial(self._call_within, call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the model returns, within another one or bound."""
@@ -201,7 +219,7 @@ class Converted(linen.Module):
         return out
 
     @linen.nowrap
-    def _call_within(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_within(self, method: str | Callable, *args: Any, **kwargs: Any) -> Any:
         """Runs a method in a module's scope, whose variables are the model's."""
         module = self._bound
         if module is None:

@@ -368,12 +368,41 @@ def test_a_converted_model_is_a_module():
     for y in (
         model.apply(variables, X, method="halfway"),
         model.bind(variables).halfway(X),
+        model.bind(variables).up(X),
         linen.apply(lambda m: m.halfway(X), model)(variables),
     ):
         np.testing.assert_allclose(y, half, rtol=1e-4, atol=1e-5)
+    with pytest.raises(AttributeError, match="down"):
+        _ = model.down  # there is none before `setup`
     assert model.features == 32 and model.clone(features=16).features == 16
     assert "kernel" in model.tabulate(KEY, X)
     assert hash(model) == hash(nn.convert(Tower(), recipe="f32"))
+
+
+class Pretrained:
+    """As `FlaxPreTrainedModel` is: a module and its parameters."""
+
+    def __init__(self, module):
+        self._module = module
+        self.params = initialized(module, X)["params"]
+
+    @property
+    def module(self):
+        return self._module
+
+    def __call__(self, x, params=None):
+        return self.module.apply({"params": params or self.params}, x)
+
+
+def test_a_model_of_hugging_face_is_copied_with_its_module_converted():
+    plain = Pretrained(Tower())
+    model = nn.convert(plain, recipe="fp8_rowwise", only="up")
+    assert isinstance(plain.module, Tower) and model.params is plain.params
+    sites = listed(model.module, X)
+    assert [sites[path].is_fp8 for path in ("up", "down")] == [True, False]
+    np.testing.assert_allclose(model(X), plain(X), rtol=0.2, atol=0.2)
+    with pytest.raises(ValueError, match="has no delayed scales"):
+        nn.convert(plain, recipe=DELAYED)(X)
 
 
 class Wide(linen.Module):
