@@ -22,7 +22,10 @@ from jaxtyping import Array, Float
 from loka_jax.fp8 import E4M3, Fp8Array, fp8_max
 
 NormName = Literal["none", "layer", "rms", "block"]
-ActivationName = Literal["none", "relu", "swish", "hard_swish", "gelu"]
+# "gelu" is the form by tanh, "exact_gelu" that by erf.
+ActivationName = Literal[
+    "none", "relu", "swish", "hard_swish", "gelu", "exact_gelu", "tanh", "sigmoid"
+]
 
 NORM_BLOCK = 256  # columns that share a statistic of a block norm
 
@@ -148,15 +151,15 @@ def xhat_scale_inv(norm: NormName, n: int) -> float:
 
 
 def bounded_scale_inv(
-    norm: NormName,
+    epilogue: Epilogue,
     n: int,
     gamma: Float[Array, "n"] | None,
     beta: Float[Array, "n"] | None,
 ) -> Float[Array, ""]:
     """Returns a `scale_inv` that no activation after a norm exceeds.
 
-    A normalized row of F features is at most `sqrt(F)` anywhere, and no activation
-    exceeds its argument, so
+    A normalized row of F features is at most `sqrt(F)` anywhere, and no activation but
+    the sigmoid, which is at most 1, exceeds its argument, so
 
         |y| <= max_j (sqrt(F) |gamma_j| + |beta_j|)
 
@@ -167,9 +170,11 @@ def bounded_scale_inv(
     """
     # Scaled before the maximum is taken: XLA makes that one kernel, not two.
     limit = fp8_max(E4M3)
-    bound = jnp.full((1,), math.sqrt(norm_features(norm, n)) / limit, jnp.float32)
+    root = math.sqrt(norm_features(epilogue.norm, n))
+    bound = jnp.full((1,), root / limit, jnp.float32)
     if gamma is not None:
         bound = bound * jnp.abs(gamma)
     if beta is not None:
         bound = bound + jnp.abs(beta) / limit
-    return jnp.max(jnp.maximum(bound, _MIN_SCALE_INV))
+    least = 1 / limit if epilogue.activation == "sigmoid" else _MIN_SCALE_INV
+    return jnp.max(jnp.maximum(bound, least))

@@ -9,24 +9,25 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy import ndarray
 
 from loka_jax.nn.program import CONSTANT, Step, Value
 from loka_jax.nn.rowwise import (
-    ACTIVATIONS,
     NotRowwise,
+    activation,
     evaluate,
     normalized,
     probe,
     scalar,
 )
-from loka_jax.normed import NORM_BLOCK, NormName
+from loka_jax.normed import NORM_BLOCK, ActivationName, NormName
 
 _MOST_STEPS = 40  # of a region: a LayerNorm by hand has 20
 _LARGEST_EPSILON = 0.9
+_ACTIVATIONS = [x for x in get_args(ActivationName) if x != "none"]
 _VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy")
 
 
@@ -243,10 +244,10 @@ def _known(region: _Region, end: Value) -> Following | None:
     if not np.all(np.isfinite(y)):
         return None
     small = np.s_[:, :16]
-    for name, function in ACTIVATIONS.items():
-        if _is_close(function(x[small]), y[small]):
-            if _is_close(function(x), y):
-                return Following("activation", steps, end, name)
+    for name in _ACTIVATIONS:
+        z = activation(name, x.shape[1])
+        if _is_close(z[small], y[small]) and _is_close(z, y):
+            return Following("activation", steps, end, name)
     used = [v for v in region.vectors if _reads(steps, v, region)]
     if len(steps) <= 2 and len(used) == 1:
         if _is_close(x + region.vectors[used[0]], y):

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from loka_jax.nn.follow import Following, following
 from loka_jax.nn.program import PRODUCTS, Program, Step, Value, flops, hidden_products
 from loka_jax.site import SiteSpec
-from loka_jax.xla import ACTIVATIONS
 
 RANKS = ("bias", "residual", "norm", "activation", "dropout")
 # What follows a product, by its first step, and is no part of a site.
@@ -224,8 +223,6 @@ def follow(
         step = next((x for x in each if x.is_alone), None)
         if step is None:
             return found, apart or _why_apart(value, each, found)
-        if step.kind == "activation" and step.name not in ACTIVATIONS:
-            return found, f"{step.name} is none of {', '.join(ACTIVATIONS)[6:]}"
         found.append(step)
         value, rank = step.end, RANKS.index(step.kind) + 1
 

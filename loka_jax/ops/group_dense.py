@@ -160,8 +160,8 @@ class DenseStep(NamedTuple):
     def _scale_inv(self, vectors: NormVectors) -> Scale | None:
         """Returns the scale of the result in FP8."""
         assert self.read is not None
-        (want, scale_inv, _), norm = self.read, self.layer.norm.norm
-        if norm == "none" or want.fp8 is None:
+        (want, scale_inv, _), norm = self.read, self.layer.norm
+        if norm.norm == "none" or want.fp8 is None:
             return scale_inv
         if jnp.dtype(want.fp8) != jnp.dtype(E4M3):
             return scale_inv

@@ -31,6 +31,8 @@ from loka_jax.triton.unbiased_kernel import uniform
 
 _GELU_FACTOR = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 _GELU_CUBIC = tl.constexpr(0.044715)
+_ROOT_HALF = tl.constexpr(0.7071067811865476)
+_DENSITY = tl.constexpr(0.3989422804014327)  # of the normal distribution at 0
 
 
 @triton.jit
@@ -263,6 +265,12 @@ def activated(v, name: tl.constexpr):
         return v * tl.minimum(tl.maximum(v * (1 / 6) + 0.5, 0.0), 1.0)
     elif name == "gelu":
         return v * sigmoid((v + v * v * v * _GELU_CUBIC) * _GELU_FACTOR)
+    elif name == "exact_gelu":
+        return v * (tl.erf(v * _ROOT_HALF) * 0.5 + 0.5)
+    elif name == "tanh":
+        return sigmoid(v * 2.0) * 2.0 - 1.0
+    elif name == "sigmoid":
+        return sigmoid(v)
     else:
         return v
 
@@ -284,5 +292,13 @@ def slope(v, name: tl.constexpr):
         s = sigmoid((v + v * v * v * _GELU_CUBIC) * _GELU_FACTOR)
         inner = (v * v * (3 * _GELU_CUBIC) + 1.0) * _GELU_FACTOR
         return s + v * (s - s * s) * inner
+    elif name == "exact_gelu":
+        return tl.erf(v * _ROOT_HALF) * 0.5 + 0.5 + v * tl.exp(v * v * -0.5) * _DENSITY
+    elif name == "tanh":
+        s = sigmoid(v * 2.0)
+        return (s - s * s) * 4.0
+    elif name == "sigmoid":
+        s = sigmoid(v)
+        return s - s * s
     else:
         return tl.zeros_like(v) + 1.0

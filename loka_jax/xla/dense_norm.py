@@ -7,6 +7,7 @@ signatures of the kernels of these names, without tuning configs; `norm_backward
 serves sites whose backward pass has no kernel.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -35,6 +36,9 @@ ACTIVATIONS: dict[ActivationName, Callable[[Array], Array]] = {
     "swish": jax.nn.swish,
     "hard_swish": jax.nn.hard_swish,  # x * relu6(x + 3) / 6
     "gelu": jax.nn.gelu,
+    "exact_gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
 }
 
 

@@ -162,7 +162,7 @@ FOLLOWS = {
         lambda x: x / (1 + jnp.exp(-x)),
     ],
     "gelu": [linen.gelu],
-    "exact gelu": [
+    "exact_gelu": [
         functools.partial(linen.gelu, approximate=False),
         lambda x: x * (1 + jax.scipy.special.erf(x * np.float32(0.5**0.5))) / 2,
     ],

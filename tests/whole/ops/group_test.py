@@ -31,6 +31,9 @@ FORMS = [
     Form("rms", "gelu", input_norm="layer", **ODD_FORM),
     Form("layer", "gelu", use_bias=True, dropout=0.25, **ODD_FORM),
     Form("none", "relu", use_bias=True, dropout=0.5),
+    Form("none", "tanh", use_bias=True),
+    Form("rms", "exact_gelu", **ODD_FORM),
+    Form("layer", "sigmoid"),
 ]
 # Each with the recipes of three layers: every recipe with every kind of layer.
 BY_LAYER = [

@@ -197,7 +197,8 @@ def join(at):
 
 def norm(at, name):
     vectors = NormVectors(None, at.row) if name == "rms" else NormVectors(at.row)
-    options = dict(epilogue=Epilogue(name, "swish"), want=ALL, y_scale_inv=at.scale)
+    activation = {"none": "exact_gelu", "block": "tanh"}.get(name, "swish")
+    options = dict(epilogue=Epilogue(name, activation), want=ALL, y_scale_inv=at.scale)
     return tails.norm_tail([at.z, Scaled(at.x)], vectors, **options)
 
 

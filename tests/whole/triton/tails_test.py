@@ -163,9 +163,12 @@ def test_gradients_of_features_are_those_of_xla(
         ((64, 512), "block", "hard_swish", None),
         ((47, 79), "block", "swish", None),
         ((33, 257), "none", "gelu", None),
+        ((33, 80), "none", "exact_gelu", None),
+        ((48, 80), "none", "tanh", None),
         ((32, 336), "layer", "gelu", None),
         ((47, 79), "layer", "hard_swish", None),
         ((48, 80), "rms", "relu", None),
+        ((48, 80), "layer", "sigmoid", None),
         ((40, 1200), "rms", "none", None),
         # Tiles narrower than a row, whose statistics a kernel before computes.
         ((47, 79), "layer", "gelu", NARROW),
