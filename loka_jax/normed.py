@@ -9,6 +9,13 @@ is `rstd`:
     rms     xhat = z rstd                  1 / rstd^2 = mean(z^2) + epsilon
     block   rms over each block of `NORM_BLOCK` columns, without gamma and beta
     none    xhat = z
+
+In a group (`ops.group`) a residual r may be added, in one of several orders:
+
+    sum_norm_act    y = drop(activation(gamma norm(z + r) + beta))
+    norm_act_sum    y = drop(activation(gamma norm(z) + beta)) + r
+    act_sum_norm    y = gamma norm(drop(activation(z)) + r) + beta
+    act_norm        the same without r
 """
 
 import dataclasses
@@ -27,6 +34,8 @@ ActivationName = Literal[
     "none", "relu", "swish", "hard_swish", "gelu", "exact_gelu", "tanh", "sigmoid"
 ]
 
+Order = Literal["sum_norm_act", "norm_act_sum", "act_sum_norm", "act_norm"]
+
 NORM_BLOCK = 256  # columns that share a statistic of a block norm
 
 # The scale of normalized rows in E4M3 where at most so many features share a statistic
@@ -44,6 +53,17 @@ class Epilogue:
     norm: NormName
     activation: ActivationName = "none"
     epsilon: float = 1e-6
+    order: Order = "sum_norm_act"
+
+    @property
+    def acts_first(self) -> bool:
+        """True if the activation, and dropout, come before the norm."""
+        return self.order in ("act_sum_norm", "act_norm")
+
+    @property
+    def adds_last(self) -> bool:
+        """True if the residual is added after all else."""
+        return self.order == "norm_act_sum"
 
 
 class NormVectors(NamedTuple):

@@ -225,10 +225,12 @@ def vector_of(value: Value, n: int) -> Value:
         if maker.name not in _VIEWS:
             break
         (before,) = maker.inputs[:1]
-        size = math.prod(before.shape)
-        if size != n and not (size == 1 and before.origin == CONSTANT):
+        if before.origin == CONSTANT:
+            value = before
+            continue
+        if math.prod(before.shape) != n:
             break
-        if maker.name == "broadcast_in_dim" and size == n:
+        if maker.name == "broadcast_in_dim":
             ends = maker.params["broadcast_dimensions"]
             last = len(value.shape) - 1
             if before.shape and (not ends or ends[-1] != last):

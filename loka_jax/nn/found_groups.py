@@ -5,6 +5,7 @@ nothing else in the program lies between them.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from loka_jax.fp8 import SIZE_MULTIPLE
 from loka_jax.group import Dense, Group, Member
 from loka_jax.nn.follow import Following, following
-from loka_jax.nn.products import RANKS, Product, follow, uncast
+from loka_jax.nn.products import Product, follow, order_of, uncast
 from loka_jax.nn.program import Program, Step, Value
 from loka_jax.normed import ActivationName, Epilogue
 
@@ -59,12 +60,14 @@ class Layer:
 
     @property
     def epilogue(self) -> Epilogue:
-        """Its norm and activation."""
+        """Its norm and activation, and their order."""
         norm, act = self.part("norm"), self.part("activation")
         norm_name: Any = "none" if norm is None else norm.name
         activation: Any = "none" if act is None else act.name
         epsilon = 1e-6 if norm is None else norm.epsilon
-        return Epilogue(norm_name, activation, epsilon)
+        order = order_of([x.kind for x in self.follows])
+        assert order is not None
+        return Epilogue(norm_name, activation, epsilon, order)
 
     @property
     def is_below_head(self) -> bool:
@@ -108,9 +111,14 @@ class Together:
 
 def groups_of(program: Program, products: list[Product]) -> list[Together]:
     """Returns the groups of these products, in their order."""
-    layers = [
-        Layer(uncast(x.data), x, x.follows) for x in products if _may_be_in_group(x)
-    ]
+    layers: list[Layer] = []
+    taken: set[Step] = set()
+    for product in reversed([x for x in products if _may_be_in_group(x)]):
+        # The last of the products whose sum is taken adds the others.
+        is_free = lambda x: not x.steps & taken  # noqa: B023, E731
+        follows = [*itertools.takewhile(is_free, product.follows)]
+        taken |= set().union(*(x.steps for x in follows))
+        layers.append(Layer(uncast(product.data), product, follows))
     layers += _norms(program, layers)
     layers.sort(key=lambda x: max(step.number for step in x.steps))
     parts = _connected(program, layers)
@@ -145,8 +153,8 @@ def _norms(program: Program, layers: list[Layer]) -> Iterator[Layer]:
             norm = next((x for x in each if x.kind == "norm"), None)
             if norm is None or norm.steps & taken:
                 continue
-            after, _ = follow(norm.end, len(value.shape) - 1, RANKS.index("norm") + 1)
-            for own in ([norm, *after], [norm]):
+            after, _ = follow(norm.end, len(value.shape) - 1, [norm])
+            for own in (after, [norm]):
                 if uncast(own[-1].end) in read:
                     yield Layer(uncast(value), None, own)
                     break

@@ -72,16 +72,22 @@ def test_groups_are_found_in_code():
     assert [path for path, *_ in layers[1:]] == heads
 
 
-@pytest.mark.parametrize("plain", [MODELS[0], MODELS[3]], ids=["mlp", "transformer"])
+@pytest.mark.parametrize("plain", MODELS, ids=lambda m: type(m).__name__)
 def test_a_group_computes_what_its_sites_do(plain):
+    compare_in_group(plain)
+
+
+def compare_in_group(plain, **options):
+    """Asserts that groups by themselves compute what their sites do apart."""
     model = nn.convert(plain, recipe="bf16")
-    variables = initialized(plain, X)
-    sites = [x for x in nn.list_sites(model, X) if x.group is not None]
+    variables = initialized(plain, X, **options)
+    sites = [x for x in nn.list_sites(model, X, **options) if x.group is not None]
     grouped = {x.path: Choice.parse("group bf16") for x in sites}
     planned = nn.Planned(model, tuple(grouped.items()))
-    assert all(x.in_group for x in nn.list_sites(planned, X) if x.path in grouped)
+    listed = nn.list_sites(planned, X, **options)
+    assert all(x.in_group for x in listed if x.path in grouped)
     models = plain, model, planned
-    run = [jax.grad(functools.partial(loss, m)) for m in models]
+    run = [jax.grad(functools.partial(loss, m, **options)) for m in models]
     exact, apart, found = jax.jit(lambda v: [f(v, X) for f in run])(variables)
     largest = max(np.linalg.norm(x) for x in jax.tree.leaves(exact))
     for x, y, z in zip(*map(jax.tree.leaves, (exact, apart, found)), strict=True):
@@ -96,6 +102,43 @@ class Dropped(linen.Module):
             x = linen.silu(linen.Dense(64, name=f"dense_{i}")(x))
             x = linen.Dropout(0.25, deterministic=not train)(x)
         return x
+
+
+class Orders(linen.Module):
+    """Steps after products in orders that others write."""
+
+    @linen.compact
+    def __call__(self, x, train=True):
+        drop = functools.partial(linen.Dropout, 0.25, deterministic=not train)
+        x = x + drop()(linen.Dense(32, name="dropped")(x))
+        h = linen.gelu(linen.Dense(64, name="up")(linen.LayerNorm()(x)), False)
+        x = linen.LayerNorm()(x + drop()(linen.Dense(32, name="post")(h)))
+        x = x + linen.silu(linen.RMSNorm()(linen.Dense(32, name="last")(x)))
+        x = linen.LayerNorm()(jnp.tanh(linen.Dense(64, name="tanh")(x)))
+        sums = [linen.Dense(32, name=f"sum_{i}")(x) for i in range(2)]
+        return linen.sigmoid(sums[0] + sums[1])
+
+
+def test_steps_are_found_in_every_order():
+    plain = Orders()
+    sites = listed(nn.convert(plain), X)
+    (group,) = {site.group for site in sites.values()}
+    found = [
+        (*layer, x.norm.order)
+        for layer, x in zip(layers_of(group), group.layers, strict=True)
+    ]
+    assert found == [
+        ("dropped", "none", "none", True, "norm_act_sum"),
+        (None, "layer", "none", False, "sum_norm_act"),
+        ("up", "none", "exact_gelu", False, "sum_norm_act"),
+        ("post", "layer", "none", True, "act_sum_norm"),
+        ("last", "rms", "swish", True, "norm_act_sum"),
+        ("tanh", "layer", "tanh", False, "act_norm"),
+        ("sum_0", "none", "none", False, "sum_norm_act"),
+        ("sum_1", "none", "sigmoid", True, "sum_norm_act"),
+    ]
+    assert [layer.dropout for layer in group.layers] == [0.25, 0, 0, 0.25, 0, 0, 0, 0]
+    compare_in_group(plain, train=False)
 
 
 def test_dropout_is_part_of_a_group_in_training():
@@ -190,8 +233,19 @@ def test_activations_are_known_by_what_they_compute(name):
     assert not found(lambda x, b: x + 2 * b + x, jnp.ones(24))
 
 
+def flax_norm(layer, x, g, b):
+    parameters = {"scale": g} | ({} if layer is linen.RMSNorm else {"bias": b})
+    return layer(epsilon=0.02).apply({"params": parameters}, x)
+
+
 @pytest.mark.parametrize(
-    "function, name, epsilon", [(layer_norm, "layer", 1e-5), (rms_norm, "rms", 0.01)]
+    "function, name, epsilon",
+    [
+        (layer_norm, "layer", 1e-5),
+        (rms_norm, "rms", 0.01),
+        (functools.partial(flax_norm, linen.LayerNorm), "layer", 0.02),
+        (functools.partial(flax_norm, linen.RMSNorm), "rms", 0.02),
+    ],
 )
 def test_norms_are_known_by_what_they_compute(function, name, epsilon):
     (norm,) = found(function, jnp.ones(24), jnp.ones(24))
