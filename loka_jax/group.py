@@ -39,7 +39,7 @@ class Dense:
         reads: the number of the value x.
         member: the site of the product; None for a norm of x itself.
         norm: what follows, and in which order.
-        residual: the number of a value that is added, or None.
+        residual: the number of a value that is added, or a factor; None without.
         dropout: the share of its activations that training drops.
     """
 

@@ -10,12 +10,14 @@ is `rstd`:
     block   rms over each block of `NORM_BLOCK` columns, without gamma and beta
     none    xhat = z
 
-In a group (`ops.group`) a residual r may be added, in one of several orders:
+In a group (`ops.group`) a value r may be added, or be a factor (of a gate, where
+another product makes it), in one of several orders:
 
     sum_norm_act    y = drop(activation(gamma norm(z + r) + beta))
     norm_act_sum    y = drop(activation(gamma norm(z) + beta)) + r
     act_sum_norm    y = gamma norm(drop(activation(z)) + r) + beta
     act_norm        the same without r
+    norm_act_mul    y = drop(activation(gamma norm(z) + beta)) * r
 """
 
 import dataclasses
@@ -34,7 +36,9 @@ ActivationName = Literal[
     "none", "relu", "swish", "hard_swish", "gelu", "exact_gelu", "tanh", "sigmoid"
 ]
 
-Order = Literal["sum_norm_act", "norm_act_sum", "act_sum_norm", "act_norm"]
+Order = Literal[
+    "sum_norm_act", "norm_act_sum", "act_sum_norm", "act_norm", "norm_act_mul"
+]
 
 NORM_BLOCK = 256  # columns that share a statistic of a block norm
 
@@ -64,6 +68,11 @@ class Epilogue:
     def adds_last(self) -> bool:
         """True if the residual is added after all else."""
         return self.order == "norm_act_sum"
+
+    @property
+    def multiplies(self) -> bool:
+        """True if a factor comes last."""
+        return self.order == "norm_act_mul"
 
 
 class NormVectors(NamedTuple):

@@ -195,11 +195,13 @@ class TailResiduals(NamedTuple):
             without a norm the activation's input; None without both.
         rstd: as in `normed.Normed`.
         argument: bfloat16 input of an activation that comes before the norm.
+        factor: what the result was multiplied with.
     """
 
     xhat: Float[Array, "m n"] | None = None
     rstd: Float[Array, "..."] | None = None
     argument: Float[Array, "m n"] | None = None
+    factor: Scaled | None = None
 
 
 class NormTail(NamedTuple):
@@ -220,8 +222,8 @@ class NormTailGradients(NamedTuple):
     Attributes:
         dz: gradient of z, in the requested forms.
         vectors: float32 gradients of bias, gamma and beta, where these are given.
-        residual: bfloat16, of what is added behind the activation and before the norm;
-            elsewhere it is dz or dy.
+        residual: bfloat16, of a factor, or of what is added behind the activation and
+            before the norm; of another residual it is dz or dy.
     """
 
     dz: Written

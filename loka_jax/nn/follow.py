@@ -35,7 +35,10 @@ def _is_close(x: ndarray, y: ndarray, tolerance: float = 1e-5) -> bool:
     return np.allclose(x, y, rtol=tolerance, atol=tolerance / 10)
 
 
-Kind = Literal["bias", "residual", "norm", "activation", "dropout"]
+Kind = Literal["bias", "residual", "factor", "norm", "activation", "dropout"]
+
+
+_JOINS: dict[str, Kind] = {"add": "residual", "add_any": "residual", "mul": "factor"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,8 +52,8 @@ class Following:
         name: of a norm or activation.
         epsilon: of a norm.
         rate: of dropout.
-        vectors: the bias; gamma and beta of a norm, None where absent; the residual;
-            the key of dropout.
+        vectors: the bias; gamma and beta of a norm, None where absent; the residual or
+            factor; the key of dropout.
         is_alone: nothing else reads the value that it follows.
     """
 
@@ -103,8 +106,10 @@ def _is_closed(steps: frozenset[Step], end: Value) -> bool:
 
 
 def _residuals(value: Value) -> Iterator[Following]:
+    """Yields data of the same shape that is added, or a factor."""
     for step in value.readers:
-        if step.name not in ("add", "add_any"):
+        kind = _JOINS.get(step.name)
+        if kind is None:
             continue
         others = [x for x in step.inputs if x is not value]
         if len(others) != 1 or others[0].shape != value.shape:
@@ -112,7 +117,7 @@ def _residuals(value: Value) -> Iterator[Following]:
         if others[0].origin is None:
             is_alone = not value.is_output and value.readers == [step]
             yield Following(
-                *("residual", frozenset([step]), step.outputs[0]),
+                *(kind, frozenset([step]), step.outputs[0]),
                 vectors=(others[0],),
                 is_alone=is_alone,
             )

@@ -48,8 +48,8 @@ class Layer:
 
     @property
     def residual(self) -> Value | None:
-        """The value that is added, or None."""
-        found = self.part("residual")
+        """The value that is added, or a factor; None without."""
+        found = self.part("residual") or self.part("factor")
         return None if found is None else found.vectors[0]
 
     @property
@@ -111,19 +111,27 @@ class Together:
 
 def groups_of(program: Program, products: list[Product]) -> list[Together]:
     """Returns the groups of these products, in their order."""
-    layers: list[Layer] = []
-    taken: set[Step] = set()
-    for product in reversed([x for x in products if _may_be_in_group(x)]):
-        # The last of the products whose sum is taken adds the others.
-        is_free = lambda x: not x.steps & taken  # noqa: B023, E731
-        follows = [*itertools.takewhile(is_free, product.follows)]
-        taken |= set().union(*(x.steps for x in follows))
-        layers.append(Layer(uncast(product.data), product, follows))
+    layers = [*_layers(products)]
     layers += _norms(program, layers)
     layers.sort(key=lambda x: max(step.number for step in x.steps))
     parts = _connected(program, layers)
     made = [_together(own) for own in parts]
     return [x for x in made if x is not None]
+
+
+def _layers(products: list[Product]) -> Iterator[Layer]:
+    """Yields the layers of products, each step in one of them.
+
+    Of products that are added or multiplied with each other one takes the others: one
+    with an activation, so that those need no pass of their own, else the last.
+    """
+    taken: set[Step] = set()
+    own = [x for x in reversed(products) if _may_be_in_group(x)]
+    own.sort(key=lambda x: not any(y.kind == "activation" for y in x.follows))
+    for product in own:
+        follows = [*itertools.takewhile(lambda x: not x.steps & taken, product.follows)]
+        taken.update(*(x.steps for x in follows))
+        yield Layer(uncast(product.data), product, follows)
 
 
 def _may_be_in_group(product: Product) -> bool:

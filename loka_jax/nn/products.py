@@ -17,12 +17,14 @@ from loka_jax.normed import Order
 from loka_jax.site import SiteSpec
 
 # What follows a bias, of which any may be absent.
-_ORDERS: dict[Order, tuple[Kind, ...]] = {
-    "sum_norm_act": ("residual", "norm", "activation", "dropout"),
-    "norm_act_sum": ("norm", "activation", "dropout", "residual"),
-    "act_norm": ("activation", "dropout", "norm"),
-    "act_sum_norm": ("activation", "dropout", "residual", "norm"),
-}
+_ORDERS: tuple[tuple[Order, tuple[Kind, ...]], ...] = (
+    ("sum_norm_act", ("residual", "norm", "activation", "dropout")),
+    ("norm_act_sum", ("norm", "activation", "dropout", "residual")),
+    ("act_norm", ("activation", "dropout", "norm")),
+    ("act_sum_norm", ("activation", "dropout", "residual", "norm")),
+    ("norm_act_mul", ("norm", "activation", "dropout", "factor")),
+    ("norm_act_mul", ("norm", "activation", "factor", "dropout")),  # the same
+)
 _IN_SITES: tuple[Kind, ...] = ("bias", "norm", "activation")
 # What follows a product, by its first step, and is no part of a site.
 _READERS = {
@@ -219,7 +221,7 @@ def _follow(product: Product) -> None:
 
 def order_of(kinds: Sequence[Kind]) -> Order | None:
     """Returns an order in which a layer may compute these, or None if there is none."""
-    for order, own in _ORDERS.items():
+    for order, own in _ORDERS:
         if _is_within(kinds, ("bias", *own)):
             return order
     return None

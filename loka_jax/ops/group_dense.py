@@ -101,8 +101,13 @@ class DenseStep(NamedTuple):
     @property
     def is_linear(self) -> bool:
         """True if nothing but a sum follows the product."""
-        is_plain = self.layer.norm.norm == self.layer.norm.activation == "none"
-        return is_plain and self.dropout is None
+        return self.is_plain and self.dropout is None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if backward needs no activation's argument."""
+        norm = self.layer.norm
+        return norm.norm == norm.activation == "none" and not norm.multiplies
 
     def forward(
         self, x: Written, residual: Written | None, arrays: LayerArrays, *, keep: bool
@@ -148,10 +153,9 @@ class DenseStep(NamedTuple):
     ) -> tuple[Written, TailResiduals | None]:
         assert self.read is not None
         want, epilogue = self.read.want, self.layer.norm
-        is_plain = epilogue.norm == epilogue.activation == "none"
         keeps_y = epilogue == _RELU
         xhat = None
-        if keep and not is_plain and not keeps_y:
+        if keep and not self.is_plain and not keeps_y:
             # In FP8 where the error of the gradient allows it.
             near = self.site or self.read.reader
             is_fp8 = near is not None and near.products.recipe.dlhs is not None
@@ -163,7 +167,7 @@ class DenseStep(NamedTuple):
             y_scale_inv=self._scale_inv(vectors),
             xhat=xhat,
         )
-        if is_plain and not self.is_linear:
+        if self.is_plain and not self.is_linear:
             residuals = TailResiduals()  # dropout draws again
         if keeps_y:
             kept = y.bf16 if y.fp8 is None else y.fp8  # of relu signs are enough
@@ -175,8 +179,10 @@ class DenseStep(NamedTuple):
         """Returns the scale of the result in FP8."""
         assert self.read is not None
         (want, scale_inv, _), norm = self.read, self.layer.norm
-        adds_last = norm.adds_last and self.layer.residual is not None
-        if norm.norm == "none" or want.fp8 is None or adds_last:
+        ends_in_norm = self.layer.residual is None or not (
+            norm.adds_last or norm.multiplies
+        )
+        if norm.norm == "none" or want.fp8 is None or not ends_in_norm:
             return scale_inv
         if jnp.dtype(want.fp8) != jnp.dtype(E4M3):
             return scale_inv

@@ -40,7 +40,7 @@ _DENSITY = tl.constexpr(0.3989422804014327)  # of the normal distribution at 0
 def norm_tail_kernel(given, out, of):
     """Writes y, xhat times `of.xhat_scale`, rstd, and the argument of an activation.
 
-    In an order of `normed`, of which `of.acts_first` and `of.adds_last` tell.
+    In an order of `normed`, `of.order`.
     """
     row, column = first_of_tile(of)
     v = _product(given, row, column, of)
@@ -67,9 +67,10 @@ def norm_tail_kernel(given, out, of):
     y = _affine(v, given.vectors, column, of)
     if not of.acts_first:
         y = _drop(activated(y, of.activation), given.dropout, row, column, of)
-    if of.adds_last:
-        for i in tl.static_range(1, len(given.summands)):
-            y += decode(given.summands[i], row, column, of)
+    if of.order == "norm_act_sum":
+        y = _plus(y, given.summands, row, column, of)
+    if of.order == "norm_act_mul":
+        y *= decode(given.summands[1], row, column, of)
     write(y, out.y, given.scale_inv, row, column, of)
 
 
@@ -135,7 +136,12 @@ def norm_tail_backward_kernel(given, out, of):
         rate = tl.load(at, mask=rows < of.m, other=0.0)
         g = (g - v * along[:, None]) * rate[:, None]
     if out.residual is not None:
-        kept = cut(g, row, column, of)
+        kept = g
+        if given.factor is not None:
+            kept = _sum(given.gradients, row, column, of)
+            kept = _drop(kept, given.dropout, row, column, of)
+            kept *= activated(_affine(v, given.vectors, column, of), of.activation)
+        kept = cut(kept, row, column, of)
         store(out.residual, kept, row, column, of.block_m, of.block_n)
     if of.acts_first:
         g = _drop(g, given.dropout, row, column, of)
@@ -169,11 +175,17 @@ def norm_projections_kernel(given, out, of):
 
 @triton.jit
 @no_type_check
-def _sum(summands, row, column, of):
-    total = decode(summands[0], row, column, of)
+def _plus(v, summands, row, column, of):
+    """Returns a tile and all summands but the first."""
     for i in tl.static_range(1, len(summands)):
-        total += decode(summands[i], row, column, of)
-    return total
+        v += decode(summands[i], row, column, of)
+    return v
+
+
+@triton.jit
+@no_type_check
+def _sum(summands, row, column, of):
+    return _plus(decode(summands[0], row, column, of), summands, row, column, of)
 
 
 @triton.jit
@@ -194,9 +206,8 @@ def _argument(v, given, row, column, of):
         v = _drop(activated(v, of.activation), given.dropout, row, column, of)
         if of.activation == "sigmoid":  # of 0 it is not 0
             v = cut(v, row, column, of)
-    if not of.adds_last:
-        for i in tl.static_range(1, len(given.summands)):
-            v += decode(given.summands[i], row, column, of)
+    if of.order == "sum_norm_act" or of.order == "act_sum_norm":
+        v = _plus(v, given.summands, row, column, of)
     return v
 
 
@@ -260,6 +271,8 @@ def _gradient(v, given, row, column, of):
     if of.acts_first:
         return g
     g = _drop(g, given.dropout, row, column, of)
+    if given.factor is not None:
+        g *= decode(given.factor, row, column, of)
     return g * slope(_affine(v, given.vectors, column, of), of.activation)
 
 

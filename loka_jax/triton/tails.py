@@ -131,7 +131,8 @@ def norm_tail(
     )
     out = run(norm_tail_kernel.norm_tail_kernel, tile, given, out, **of)
     rstd = given["rate"] if is_apart else out.rstd
-    residuals = TailResiduals(out.xhat, rstd, out.argument) if is_kept else None
+    factor = summands[1] if epilogue.multiplies else None
+    residuals = TailResiduals(out.xhat, rstd, out.argument, factor) if is_kept else None
     return NormTail(_written(out.y, y_scale_inv), residuals)
 
 
@@ -150,8 +151,10 @@ def norm_tail_backward(
 
     Deterministic. Raises what `norm_tail` does.
     """
-    xhat, rstd, argument = residuals
-    run = _Run.of("norm_tail_backward", gradients[0].data, want, *gradients, xhat)
+    xhat, rstd, argument, factor = residuals
+    run = _Run.of(
+        "norm_tail_backward", gradients[0].data, want, *gradients, xhat, factor
+    )
     of = _norm_constants(epilogue, run.n, vectors)
     tile = _tile(tile, epilogue, run.n)
     programs, _ = tile.counts(run.m, 1)
@@ -160,14 +163,14 @@ def norm_tail_backward(
     sums = jax.tree.map(lambda _: _type((programs, run.n)), vectors)
     given = dict(gradients=tuple(gradients), xhat=xhat, rstd=rstd, vectors=vectors)
     given |= dict(dropout=dropout, scale_inv=dz_scale_inv, centre=None, along=None)
-    given |= dict(argument=argument)
+    given |= dict(argument=argument, factor=factor)
     dtype = jnp.bfloat16 if xhat is None else xhat.dtype
     of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, dtype))
     if _is_apart(epilogue, run.n, tile):
         projections = norm_tail_kernel.norm_projections_kernel
         given |= run.of_rows(projections, given, "centre", "along", **of)
     kernel = norm_tail_kernel.norm_tail_backward_kernel
-    has_residual = epilogue.order == "act_sum_norm"
+    has_residual = epilogue.order in ("act_sum_norm", "norm_act_mul")
     residual = _type(run.out_shape, jnp.bfloat16) if has_residual else None
     out = dict(dz=run.types(tile), sums=sums, residual=residual)
     out = run(kernel, tile, given, out, **of)
@@ -374,7 +377,7 @@ def _norm_constants(epilogue: Epilogue, n: int, vectors: NormVectors) -> dict[st
         raise ValueError(f"norm {norm!r} takes neither gamma nor beta.")
     features = norm_features(norm, n)
     of = dict(norm=norm, features=features, activation=epilogue.activation)
-    return of | dict(acts_first=epilogue.acts_first, adds_last=epilogue.adds_last)
+    return of | dict(acts_first=epilogue.acts_first, order=epilogue.order)
 
 
 def _xhat_scale(epilogue: Epilogue, n: int, dtype: DTypeLike) -> float:

@@ -39,6 +39,7 @@ from loka_jax.unbiased import uniform
 from loka_jax.xla.dense_norm import (
     ACTIVATIONS,
     affine,
+    decode_xhat,
     norm_backward,
     normalize,
     plus,
@@ -155,7 +156,7 @@ def norm_tail(
     activate = ACTIVATIONS[epilogue.activation]
     if epilogue.acts_first:
         argument = _drop(activate(z), dropout)
-    if not epilogue.adds_last:
+    if not (epilogue.adds_last or epilogue.multiplies):
         argument = functools.reduce(jnp.add, others, argument)
     normed, rstd = normalize(argument, epilogue)
     y = affine(normed, vectors)
@@ -163,6 +164,8 @@ def norm_tail(
         y = _drop(activate(y), dropout)
     if epilogue.adds_last:
         y = functools.reduce(jnp.add, others, y)
+    if epilogue.multiplies:
+        y = y * others[0]
     y = write(y, want, y_scale_inv)
     if xhat is None:
         return NormTail(y, None)
@@ -174,7 +177,8 @@ def norm_tail(
     kept = None
     if epilogue.acts_first and epilogue.activation != "none":
         kept = _pad(z.astype(jnp.bfloat16), want)
-    return NormTail(y, TailResiduals(_pad(stored, want), rstd, kept))
+    factor = summands[1] if epilogue.multiplies else None
+    return NormTail(y, TailResiduals(_pad(stored, want), rstd, kept, factor))
 
 
 def norm_tail_backward(
@@ -204,6 +208,11 @@ def norm_tail_backward(
     else:
         dy = _drop(dy, dropout)
     dz, dgamma, dbeta = dy, None, None
+    if residuals.factor is not None:
+        assert residuals.xhat is not None
+        u = affine(decode_xhat(cut(residuals.xhat, shape), epilogue.norm), vectors)
+        dsum = _pad(dy * ACTIVATIONS[epilogue.activation](u), want)
+        dsum, dy = dsum.astype(jnp.bfloat16), dy * _matrix(residuals.factor, shape)
     if residuals.xhat is not None:
         kept = NormResiduals(cut(residuals.xhat, shape), residuals.rstd)
         dz, dgamma, dbeta = norm_backward(dy, kept, vectors, epilogue=last)

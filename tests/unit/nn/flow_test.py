@@ -116,7 +116,10 @@ class Orders(linen.Module):
         x = x + linen.silu(linen.RMSNorm()(linen.Dense(32, name="last")(x)))
         x = linen.LayerNorm()(jnp.tanh(linen.Dense(64, name="tanh")(x)))
         sums = [linen.Dense(32, name=f"sum_{i}")(x) for i in range(2)]
-        return linen.sigmoid(sums[0] + sums[1])
+        x = linen.sigmoid(sums[0] + sums[1])
+        up, gate = (linen.Dense(64, False, name=name)(x) for name in ("a", "gate"))
+        x = linen.Dense(32, name="down")(drop()(linen.silu(gate) * up))
+        return x * linen.sigmoid(linen.Dense(32, name="own_gate")(x))
 
 
 def test_steps_are_found_in_every_order():
@@ -136,8 +139,13 @@ def test_steps_are_found_in_every_order():
         ("tanh", "layer", "tanh", False, "act_norm"),
         ("sum_0", "none", "none", False, "sum_norm_act"),
         ("sum_1", "none", "sigmoid", True, "sum_norm_act"),
+        ("a", "none", "none", False, "sum_norm_act"),
+        ("gate", "none", "swish", True, "norm_act_mul"),
+        ("down", "none", "none", False, "sum_norm_act"),
+        ("own_gate", "none", "sigmoid", True, "norm_act_mul"),
     ]
-    assert [layer.dropout for layer in group.layers] == [0.25, 0, 0, 0.25, 0, 0, 0, 0]
+    dropped = [x.member and x.member.path for x in group.layers if x.dropout]
+    assert dropped == ["dropped", "post", "gate"]
     compare_in_group(plain, train=False)
 
 

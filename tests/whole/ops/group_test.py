@@ -187,10 +187,12 @@ class Graph(NamedTuple):
     m: int = 47
 
 
-def layer(reads, size, norm="none", activation="none", order="sum_norm_act", **options):
+def layer(
+    reads, size, norm="none", activation="none", order="sum_norm_act", tag="", **options
+):
     """Returns a layer of an input's size and another, or a norm alone."""
     spec = None if size is None else SiteSpec(47, *size)
-    member = spec and Member(f"{reads}_{size[1]}_{options}", spec)
+    member = spec and Member(f"{reads}_{size[1]}_{options}{tag}", spec)
     epilogue = Epilogue(norm, activation, order=order)
     return Dense(reads=reads, member=member, norm=epilogue, **options)
 
@@ -218,6 +220,18 @@ ORDERS = Graph(
     ),
     outputs=(4, 6),
 )
+
+# x W and gelu(x V), whose product a layer reads; gates by data, with a norm or neither.
+GATES = Graph(
+    (
+        layer(0, (K, N), "none", "none", tag="up"),
+        layer(0, (K, N), "none", "gelu", "norm_act_mul", residual=1, dropout=0.25),
+        layer(2, (N, K), "layer", "sigmoid", "norm_act_mul", residual=0),
+        layer(3, (K, K), "none", "none", "norm_act_mul", residual=3),
+    ),
+    outputs=(3, 4),
+)
+GRAPHS = dict(read_twice=READ_TWICE, orders=ORDERS, gates=GATES)
 
 
 def arrays_of(graph):
@@ -251,6 +265,8 @@ def equations(graph, arrays, x):
                 values.append(act(norm(z + r)))
             case "norm_act_sum":
                 values.append(act(norm(z)) + r)
+            case "norm_act_mul":
+                values.append(act(norm(z)) * r)
             case _:
                 values.append(norm(act(z) + r))
     return tuple(values[i] for i in graph.outputs)
@@ -279,7 +295,7 @@ def graph_results(graph, *, step=tailed.compiled, recipe="bf16", **options):
     return step(run, tuple(operands), states, g)
 
 
-@pytest.mark.parametrize("graph", [READ_TWICE, ORDERS], ids=["read twice", "orders"])
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
 def test_values_that_several_layers_read_follow_the_equations(graph):
     (ours, gradients), _ = graph_results(graph, implementation="xla")
     arrays, x, g = graph_operands(graph)
@@ -291,7 +307,7 @@ def test_values_that_several_layers_read_follow_the_equations(graph):
 
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("recipe", ["bf16", DELAYED])
-@pytest.mark.parametrize("graph", [READ_TWICE, ORDERS], ids=["read twice", "orders"])
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
 def test_values_that_several_layers_read_are_the_same_by_triton(graph, recipe):
     results = functools.partial(graph_results, graph, recipe=recipe)
     tailed.assert_triton_gives_the_results_of_xla(results, LIMITS[recipe])

@@ -210,6 +210,8 @@ def test_norm_tails_and_their_gradients_are_those_of_xla(shape, norm, activation
         ("act_sum_norm", "layer", "sigmoid", None),
         ("act_sum_norm", "rms", "none", NARROW),
         ("act_norm", "layer", "relu", NARROW),
+        ("norm_act_mul", "layer", "swish", NARROW),
+        ("norm_act_mul", "none", "exact_gelu", None),
     ],
 )
 def test_orders_of_norm_tails_are_those_of_xla(order, norm, activation, tile):
@@ -223,7 +225,7 @@ def test_orders_of_norm_tails_are_those_of_xla(order, norm, activation, tile):
     forms = (dataclasses.replace(x, shape=shape, padded=True) for x in (ALL, GRADIENT))
     options = dict(epilogue=epilogue, want=next(forms), y_scale_inv=SCALE_INV)
     options["xhat"] = jnp.bfloat16
-    args = [z, Scaled(r)][: 1 + ("sum" in order)], *rest
+    args = [z, Scaled(r)][: 1 + (order != "act_norm")], *rest
     ours = tails.norm_tail(*args, **options, tile=tile)
     assert_as_by_xla(ours, xla.norm_tail, *args, **options)
     residuals = ours.residuals
@@ -232,7 +234,7 @@ def test_orders_of_norm_tails_are_those_of_xla(order, norm, activation, tile):
     options = dict(epilogue=epilogue, want=next(forms), dz_scale_inv=SCALE_INV)
     args = [_product(shape, 4)], residuals, *rest
     ours = tails.norm_tail_backward(*args, **options, tile=tile)
-    assert (ours.residual is not None) == (order == "act_sum_norm")
+    assert (ours.residual is not None) == (order in ("act_sum_norm", "norm_act_mul"))
     assert_as_by_xla(ours, xla.norm_tail_backward, *args, row=shape[1:], **options)
 
 
