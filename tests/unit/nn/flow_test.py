@@ -9,7 +9,7 @@ import pytest
 from flax import linen
 
 from loka_jax import nn
-from loka_jax.group import Group
+from loka_jax.group import Dense, Group
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT as STATES
 from loka_jax.nn import group as groups
 from loka_jax.nn.follow import following
@@ -147,6 +147,28 @@ def test_steps_are_found_in_every_order():
     dropped = [x.member and x.member.path for x in group.layers if x.dropout]
     assert dropped == ["dropped", "post", "gate"]
     compare_in_group(plain, train=False)
+
+
+class Crossed(linen.Module):
+    """A cross network of full rank and one of low rank, beside a deep network."""
+
+    @linen.compact
+    def __call__(self, x):
+        x0 = x
+        for i in range(3):
+            h = linen.Dense(16, False, name=f"v_{i}")(x) if i else x
+            x = x0 * linen.Dense(32, name=f"u_{i}")(h) + x
+        return jnp.concatenate([x, linen.relu(linen.Dense(32, name="deep")(x0))], 1)
+
+
+def test_cross_networks_are_found_written_out():
+    plain = Crossed()
+    (group,) = {x.group for x in nn.list_sites(nn.convert(plain), X)}
+    cross, deep = sorted(group.layers, key=lambda x: isinstance(x, Dense))
+    paths = [[x.path for x in own] for own in cross.members]
+    assert paths == [["u_0"], ["v_1", "u_1"], ["v_2", "u_2"]]
+    assert cross.reads == deep.reads == 0 and deep.member.path == "deep"
+    compare_in_group(plain)
 
 
 def test_dropout_is_part_of_a_group_in_training():
