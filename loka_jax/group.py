@@ -3,7 +3,8 @@
 A group computes values, matrices of the same rows. The first are its inputs; each layer
 makes one more from one before it:
 
-    Dense    y = drop(activation(gamma norm(x W + bias + residual) + beta))
+    Dense    y = drop(activation(gamma norm(x W + bias + residual) + beta)), or in
+             another order of `normed`
     Cross    x_{l+1} = x_0 * (W_l x_l + b_l) + x_l, all layers of a network
 
 The module that owns the sites announces their group; Dispatch decides for it as a
@@ -37,8 +38,8 @@ class Dense:
     Attributes:
         reads: the number of the value x.
         member: the site of the product; None for a norm of x itself.
-        norm: what follows.
-        residual: the number of a value that is added before the norm, or None.
+        norm: what follows, and in which order.
+        residual: the number of a value that is added, or a factor; None without.
         dropout: the share of its activations that training drops.
     """
 
@@ -135,6 +136,8 @@ class Group:
             return False
         before = self.layers[made]
         if isinstance(before, Cross) or before.dropout:
+            return False
+        if before.residual is not None or before.norm.order != "sum_norm_act":
             return False
         return before.member is not None
 

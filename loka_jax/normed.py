@@ -9,6 +9,15 @@ is `rstd`:
     rms     xhat = z rstd                  1 / rstd^2 = mean(z^2) + epsilon
     block   rms over each block of `NORM_BLOCK` columns, without gamma and beta
     none    xhat = z
+
+In a group (`ops.group`) a value r may be added, or be a factor (of a gate, where
+another product makes it), in one of several orders:
+
+    sum_norm_act    y = drop(activation(gamma norm(z + r) + beta))
+    norm_act_sum    y = drop(activation(gamma norm(z) + beta)) + r
+    act_sum_norm    y = gamma norm(drop(activation(z)) + r) + beta
+    act_norm        the same without r
+    norm_act_mul    y = drop(activation(gamma norm(z) + beta)) * r
 """
 
 import dataclasses
@@ -22,7 +31,14 @@ from jaxtyping import Array, Float
 from loka_jax.fp8 import E4M3, Fp8Array, fp8_max
 
 NormName = Literal["none", "layer", "rms", "block"]
-ActivationName = Literal["none", "relu", "swish", "hard_swish", "gelu"]
+# "gelu" is the form by tanh, "exact_gelu" that by erf.
+ActivationName = Literal[
+    "none", "relu", "swish", "hard_swish", "gelu", "exact_gelu", "tanh", "sigmoid"
+]
+
+Order = Literal[
+    "sum_norm_act", "norm_act_sum", "act_sum_norm", "act_norm", "norm_act_mul"
+]
 
 NORM_BLOCK = 256  # columns that share a statistic of a block norm
 
@@ -41,6 +57,22 @@ class Epilogue:
     norm: NormName
     activation: ActivationName = "none"
     epsilon: float = 1e-6
+    order: Order = "sum_norm_act"
+
+    @property
+    def acts_first(self) -> bool:
+        """True if the activation, and dropout, come before the norm."""
+        return self.order in ("act_sum_norm", "act_norm")
+
+    @property
+    def adds_last(self) -> bool:
+        """True if the residual is added after all else."""
+        return self.order == "norm_act_sum"
+
+    @property
+    def multiplies(self) -> bool:
+        """True if a factor comes last."""
+        return self.order == "norm_act_mul"
 
 
 class NormVectors(NamedTuple):
@@ -148,15 +180,15 @@ def xhat_scale_inv(norm: NormName, n: int) -> float:
 
 
 def bounded_scale_inv(
-    norm: NormName,
+    epilogue: Epilogue,
     n: int,
     gamma: Float[Array, "n"] | None,
     beta: Float[Array, "n"] | None,
 ) -> Float[Array, ""]:
     """Returns a `scale_inv` that no activation after a norm exceeds.
 
-    A normalized row of F features is at most `sqrt(F)` anywhere, and no activation
-    exceeds its argument, so
+    A normalized row of F features is at most `sqrt(F)` anywhere, and no activation but
+    the sigmoid, which is at most 1, exceeds its argument, so
 
         |y| <= max_j (sqrt(F) |gamma_j| + |beta_j|)
 
@@ -167,9 +199,11 @@ def bounded_scale_inv(
     """
     # Scaled before the maximum is taken: XLA makes that one kernel, not two.
     limit = fp8_max(E4M3)
-    bound = jnp.full((1,), math.sqrt(norm_features(norm, n)) / limit, jnp.float32)
+    root = math.sqrt(norm_features(epilogue.norm, n))
+    bound = jnp.full((1,), root / limit, jnp.float32)
     if gamma is not None:
         bound = bound * jnp.abs(gamma)
     if beta is not None:
         bound = bound + jnp.abs(beta) / limit
-    return jnp.max(jnp.maximum(bound, _MIN_SCALE_INV))
+    least = 1 / limit if epilogue.activation == "sigmoid" else _MIN_SCALE_INV
+    return jnp.max(jnp.maximum(bound, least))

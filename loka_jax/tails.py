@@ -12,8 +12,8 @@ gradient, which contracts the rows, reads the transposes: these are FP8 forms, t
     head      dots = y w, the product of a row and a vector
     backward  the gradient of y is e w^T, of which e is that of the dots
 
-    norm      y = drop(activation(gamma norm(z_1 + ... + z_p + bias) + beta))
-    backward  the gradient dz of norm's argument, from dy = d_1 + ... + d_p
+    norm      y = drop(activation(gamma norm(z + bias + r) + beta)), or in another order
+    backward  the gradient dz of the product, from dy = d_1 + ... + d_p
 
 FP8 is written under a scale that is known before the pass: stored from earlier steps,
 or the bound that a norm gives. The amax, for the next step's scale, is a by-product.
@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt32
 
 from loka_jax.fp8 import E4M3, padded_size
-from loka_jax.normed import NO_VECTORS, Epilogue, NormResiduals, NormVectors
+from loka_jax.normed import NO_VECTORS, Epilogue, NormVectors
 
 
 @struct.dataclass
@@ -187,17 +187,33 @@ class CrossGradients(NamedTuple):
     head: Float[Array, "n"] | None
 
 
+class TailResiduals(NamedTuple):
+    """What the forward pass of a norm tail keeps for the backward pass.
+
+    Attributes:
+        xhat: the normalized rows, in E4M3 under `normed.xhat_scale_inv` or in bfloat16;
+            without a norm the activation's input; None without both.
+        rstd: as in `normed.Normed`.
+        argument: bfloat16 input of an activation that comes before the norm.
+        factor: what the result was multiplied with.
+    """
+
+    xhat: Float[Array, "m n"] | None = None
+    rstd: Float[Array, "..."] | None = None
+    argument: Float[Array, "m n"] | None = None
+    factor: Scaled | None = None
+
+
 class NormTail(NamedTuple):
     """The outputs of the forward pass of a norm tail.
 
     Attributes:
         y: the activations, in the requested forms.
-        residuals: for the backward pass: xhat, in E4M3 under `normed.xhat_scale_inv`
-            or in bfloat16, and rstd; None if not requested.
+        residuals: for the backward pass; None if not requested.
     """
 
     y: Written
-    residuals: NormResiduals | None
+    residuals: TailResiduals | None
 
 
 class NormTailGradients(NamedTuple):
@@ -206,10 +222,13 @@ class NormTailGradients(NamedTuple):
     Attributes:
         dz: gradient of z, in the requested forms.
         vectors: float32 gradients of bias, gamma and beta, where these are given.
+        residual: bfloat16, of a factor, or of what is added behind the activation and
+            before the norm; of another residual it is dz or dy.
     """
 
     dz: Written
     vectors: NormVectors
+    residual: Float[Array, "m n"] | None = None
 
 
 @runtime_checkable
@@ -227,13 +246,13 @@ class Tails(Protocol):
         y_scale_inv: Scale | None = None,
         xhat: DTypeLike | None = E4M3,
     ) -> NormTail:
-        """Returns `drop(activation(gamma norm(z + bias) + beta))`."""
+        """Returns what follows a product, its first summand, and residuals."""
         ...
 
     def norm_tail_backward(
         self,
         gradients: Sequence[Scaled],
-        residuals: NormResiduals,
+        residuals: TailResiduals,
         vectors: NormVectors = NO_VECTORS,
         dropout: Dropout | None = None,
         *,

@@ -81,7 +81,7 @@ def place(spec: SiteSpec, choice: Choice) -> np.ndarray:
         (spec.norm == "layer") / 2,
         (spec.norm == "block") / 2,
         spec.activation != "none",
-        (spec.activation in ("swish", "gelu")) / 2,
+        (spec.activation not in ("none", "relu", "hard_swish")) / 2,
         spec.use_bias / 2,
         choice.provider == "pallas" and is_fused(spec, choice),
     ]

@@ -37,9 +37,10 @@ _BACKWARD = Forms(
 
 
 def norm_tails() -> list[Case]:
-    """Returns the cases of each norm, with an activation or none, either way."""
+    """Returns the cases of each norm, an activation before or after it, either way."""
     epilogues = [Epilogue("block", "swish"), Epilogue("none", "relu")]
-    epilogues += [Epilogue("layer", "gelu"), Epilogue("rms", "none")]
+    epilogues += [Epilogue("layer", "gelu")]
+    epilogues += [Epilogue("rms", "swish", order="act_sum_norm")]
     return [case for epilogue in epilogues for case in _norm_tails_of(epilogue)]
 
 

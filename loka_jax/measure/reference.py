@@ -17,14 +17,7 @@ from loka_jax.normed import (
     NormVectors,
     xhat_scale_inv,
 )
-
-_ACTIVATIONS = {
-    "none": lambda u: u,
-    "relu": jax.nn.relu,
-    "swish": jax.nn.swish,
-    "hard_swish": jax.nn.hard_swish,
-    "gelu": jax.nn.gelu,
-}
+from loka_jax.xla import ACTIVATIONS
 
 
 def norm_activation(
@@ -35,7 +28,7 @@ def norm_activation(
     if vectors.bias is not None:
         z = z + vectors.bias[None, :]
     xhat, _ = normalize(z, epilogue)
-    return _ACTIVATIONS[epilogue.activation](_affine(xhat, vectors))
+    return ACTIVATIONS[epilogue.activation](_affine(xhat, vectors))
 
 
 def normalize(
@@ -65,7 +58,7 @@ def norm_backward(
     if residuals.xhat.dtype == E4M3:
         xhat = xhat * xhat_scale_inv(epilogue.norm, xhat.shape[1])
     u = _affine(xhat, vectors)
-    (du,) = jax.vjp(_ACTIVATIONS[epilogue.activation], u)[1](dy)
+    (du,) = jax.vjp(ACTIVATIONS[epilogue.activation], u)[1](dy)
     g = du if vectors.gamma is None else du * vectors.gamma[None, :]
     dz = _norm_gradient(g, xhat, residuals.rstd, epilogue)
     dgamma = None if vectors.gamma is None else jnp.sum(du * xhat, axis=0)

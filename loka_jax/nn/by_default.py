@@ -47,10 +47,10 @@ def chosen_by_default(
 def _products(program: Program) -> Iterator[tuple[Product, Site]]:
     """Yields the products of a program with their sites, in calling order."""
     specs = {
-        layer.product: (layer.spec, together.group)
+        member.product: (member.spec, together.group)
         for together in program.found.groups
         for layer in together.layers
-        if layer.product is not None
+        for member in layer.sites
     }
     of_step: dict = {}
     for product in program.found.products:

@@ -9,23 +9,24 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy import ndarray
 
 from loka_jax.nn.program import CONSTANT, Step, Value
 from loka_jax.nn.rowwise import (
-    ACTIVATIONS,
     NotRowwise,
+    activation,
     evaluate,
     normalized,
     probe,
     scalar,
 )
-from loka_jax.normed import NORM_BLOCK, NormName
+from loka_jax.normed import NORM_BLOCK, ActivationName, NormName
 
 _MOST_STEPS = 40  # of a region: a LayerNorm by hand has 20
+_ACTIVATIONS = [x for x in get_args(ActivationName) if x != "none"]
 _VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy")
 
 
@@ -33,7 +34,10 @@ def _is_close(x: ndarray, y: ndarray, tolerance: float = 1e-5) -> bool:
     return np.allclose(x, y, rtol=tolerance, atol=tolerance / 10)
 
 
-Kind = Literal["bias", "residual", "norm", "activation", "dropout"]
+Kind = Literal["bias", "residual", "factor", "norm", "activation", "dropout"]
+
+
+_JOINS: dict[str, Kind] = {"add": "residual", "add_any": "residual", "mul": "factor"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,8 +51,8 @@ class Following:
         name: of a norm or activation.
         epsilon: of a norm.
         rate: of dropout.
-        vectors: the bias; gamma and beta of a norm, None where absent; the residual;
-            the key of dropout.
+        vectors: the bias; gamma and beta of a norm, None where absent; the residual or
+            factor; the key of dropout.
         is_alone: nothing else reads the value that it follows.
     """
 
@@ -108,8 +112,10 @@ def _is_closed(steps: frozenset[Step], end: Value) -> bool:
 
 
 def _residuals(value: Value) -> Iterator[Following]:
+    """Yields data of the same shape that is added, or a factor."""
     for step in value.readers:
-        if step.name not in ("add", "add_any"):
+        kind = _JOINS.get(step.name)
+        if kind is None:
             continue
         others = [x for x in step.inputs if x is not value]
         if len(others) != 1 or others[0].shape != value.shape:
@@ -117,7 +123,7 @@ def _residuals(value: Value) -> Iterator[Following]:
         if others[0].origin is None:
             is_alone = not value.stays and value.readers == [step]
             yield Following(
-                *("residual", frozenset([step]), step.outputs[0]),
+                *(kind, frozenset([step]), step.outputs[0]),
                 vectors=(others[0],),
                 is_alone=is_alone,
             )
@@ -230,10 +236,12 @@ def vector_of(value: Value, n: int) -> Value:
         if maker.name not in _VIEWS:
             break
         (before,) = maker.inputs[:1]
-        size = math.prod(before.shape)
-        if size != n and not (size == 1 and before.origin == CONSTANT):
+        if before.origin == CONSTANT:
+            value = before
+            continue
+        if math.prod(before.shape) != n:
             break
-        if maker.name == "broadcast_in_dim" and size == n:
+        if maker.name == "broadcast_in_dim":
             ends = maker.params["broadcast_dimensions"]
             last = len(value.shape) - 1
             if before.shape and (not ends or ends[-1] != last):
@@ -249,10 +257,10 @@ def _known(region: _Region, end: Value) -> Following | None:
     if not np.all(np.isfinite(y)):
         return None
     small = np.s_[:, :16]
-    for name, function in ACTIVATIONS.items():
-        if _is_close(function(x[small]), y[small]):
-            if _is_close(function(x), y):
-                return Following("activation", steps, end, name)
+    for name in _ACTIVATIONS:
+        z = activation(name, x.shape[1])
+        if _is_close(z[small], y[small]) and _is_close(z, y):
+            return Following("activation", steps, end, name)
     used = [v for v in region.vectors if _reads(steps, v, region)]
     if len(steps) <= 2 and len(used) == 1:
         if _is_close(x + region.vectors[used[0]], y):

@@ -5,14 +5,15 @@ nothing else in the program lies between them.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from loka_jax.fp8 import SIZE_MULTIPLE
-from loka_jax.group import Dense, Group, Member
+from loka_jax.group import Cross, Dense, Group, Member
 from loka_jax.nn.follow import Following, following
-from loka_jax.nn.products import RANKS, Product, follow, products_of, uncast
+from loka_jax.nn.products import Product, follow, order_of, products_of, uncast
 from loka_jax.nn.program import Program, Step, Value
 from loka_jax.normed import Epilogue
 from loka_jax.site import SiteSpec
@@ -37,6 +38,16 @@ class Layer:
         return self.product.step.outputs[0]
 
     @property
+    def sites(self) -> "list[Layer]":
+        """The layer of each product."""
+        return [] if self.product is None else [self]
+
+    @property
+    def inner(self) -> list[Value]:
+        """What it makes and reads itself."""
+        return []
+
+    @property
     def steps(self) -> set[Step]:
         """The equations that it stands for."""
         own = set() if self.product is None else {self.product.step}
@@ -48,8 +59,8 @@ class Layer:
 
     @property
     def residual(self) -> Value | None:
-        """The value that is added, or None."""
-        found = self.part("residual")
+        """The value that is added, or a factor; None without."""
+        found = self.part("residual") or self.part("factor")
         return None if found is None else found.vectors[0]
 
     @property
@@ -60,12 +71,14 @@ class Layer:
 
     @property
     def epilogue(self) -> Epilogue:
-        """Its norm and activation."""
+        """Its norm and activation, and their order."""
         norm, act = self.part("norm"), self.part("activation")
         norm_name: Any = "none" if norm is None else norm.name
         activation: Any = "none" if act is None else act.name
         epsilon = 1e-6 if norm is None else norm.epsilon
-        return Epilogue(norm_name, activation, epsilon)
+        order = order_of([x.kind for x in self.follows])
+        assert order is not None
+        return Epilogue(norm_name, activation, epsilon, order)
 
     @property
     def spec(self) -> SiteSpec:
@@ -96,9 +109,44 @@ class Layer:
     @property
     def rows(self) -> int:
         """The rows of its result."""
-        if self.product is not None:
-            return self.product.spec.m
+        for layer in self.sites:
+            assert layer.product is not None
+            return layer.product.spec.m
         return math.prod(self.reads.shape[:-1])
+
+
+@dataclasses.dataclass(eq=False)
+class Network(Layer):
+    """A cross network: layers `x_{l+1} = x_0 * (W_l x_l + b_l) + x_l`.
+
+    Attributes:
+        parts: the products of each layer, of V and U or of W.
+        sums: the last step of each.
+    """
+
+    parts: list[list[Layer]] = dataclasses.field(default_factory=list)
+    sums: list[Following] = dataclasses.field(default_factory=list)
+
+    @property
+    def result(self) -> Value:
+        """The features after the last layer."""
+        return self.sums[-1].end
+
+    @property
+    def sites(self) -> list[Layer]:
+        """The layer of each product."""
+        return [x for own in self.parts for x in own]
+
+    @property
+    def inner(self) -> list[Value]:
+        """What it makes and reads itself."""
+        between = [x.result for own in self.parts for x in own[:-1]]
+        return [*between, *(x.end for x in self.sums[:-1])]
+
+    @property
+    def steps(self) -> set[Step]:
+        """The equations that it stands for."""
+        return set().union(*(x.steps for x in (*self.sites, *self.sums)))
 
 
 @dataclasses.dataclass(eq=False)
@@ -140,14 +188,76 @@ def find(program: Program, why_left: Callable[[str, str], str | None]) -> None:
 
 def groups_of(program: Program, products: list[Product]) -> list[Together]:
     """Returns the groups of these products, in their order."""
-    layers = [
-        Layer(uncast(x.data), x, x.follows) for x in products if _may_be_in_group(x)
-    ]
+    layers = [*_layers(products)]
     layers += _norms(program, layers)
     layers.sort(key=lambda x: max(step.number for step in x.steps))
     parts = _connected(program, layers)
     made = [_together(own) for own in parts]
     return [x for x in made if x is not None]
+
+
+def _layers(products: list[Product]) -> Iterator[Layer]:
+    """Yields the layers of products, each step in one of them.
+
+    Of products that are added or multiplied with each other one takes the others: one
+    with an activation, so that those need no pass of their own, else the last.
+    """
+    own = [x for x in products if _may_be_in_group(x)]
+    networks = _networks(own)
+    yield from networks
+    taken: set[Step] = set().union(*(x.steps for x in networks))
+    own = [x for x in reversed(own) if x.step not in taken]
+    own.sort(key=lambda x: not any(y.kind == "activation" for y in x.follows))
+    for product in own:
+        follows = [*itertools.takewhile(lambda x: not x.steps & taken, product.follows)]
+        taken.update(*(x.steps for x in follows))
+        yield Layer(uncast(product.data), product, follows)
+
+
+def _networks(products: list[Product]) -> list[Network]:
+    """Returns the cross networks of products that are written out."""
+    plain = {x.step.outputs[0]: x for x in products if not x.follows}
+    ending: dict[Value, Network] = {}
+    for product in products:
+        if [x.kind for x in product.follows] not in (["factor"], ["bias", "factor"]):
+            continue
+        last = product.follows[-1]
+        first = plain.get(uncast(product.data))
+        for own in ([first, product], [product]):
+            layers = [Layer(uncast(x.data), x, x.follows) for x in own if x is not None]
+            x, x0 = layers[0].reads, _uncast_or_none(last.vectors[0])
+            added = _residual_of(last.end, x)
+            if added is None or x0 is None:
+                continue
+            network = Network(x0, None, []) if x is x0 else ending.get(x)
+            inner = [layer.result for layer in layers[:-1]]
+            inner += [] if x is x0 else [x]
+            steps = added.steps.union(*(layer.steps for layer in layers))
+            is_inner = all(_is_read_within(value, steps) for value in inner)
+            if network is None or network.reads is not x0 or not is_inner:
+                continue
+            ending.pop(x, None)
+            network.parts.append(layers)
+            network.sums.append(added)
+            ending[uncast(added.end)] = network
+            break
+    return [*ending.values()]
+
+
+def _residual_of(value: Value, x: Value) -> Following | None:
+    """Returns the sum of a value and x, if nothing else reads the value."""
+    each = following(value, len(value.shape) - 1)
+    sums = (y for y in each if y.kind == "residual" and y.is_alone)
+    return next((y for y in sums if _uncast_or_none(y.vectors[0]) is x), None)
+
+
+def _is_read_within(value: Value, steps: Collection[Step]) -> bool:
+    """Returns True if nothing else reads a value, nor a cast of it."""
+    casts = [x for x in value.readers if x.name in _CASTS and x not in steps]
+    values = [value, *(out for step in casts for out in step.outputs)]
+    return all(
+        not v.stays and all(x in steps or x in casts for x in v.readers) for v in values
+    )
 
 
 def _may_be_in_group(product: Product) -> bool:
@@ -177,8 +287,8 @@ def _norms(program: Program, layers: list[Layer]) -> Iterator[Layer]:
             norm = next((x for x in each if x.kind == "norm"), None)
             if norm is None or norm.steps & taken:
                 continue
-            after, _ = follow(norm.end, len(value.shape) - 1, RANKS.index("norm") + 1)
-            for own in ([norm, *after], [norm]):
+            after, _ = follow(norm.end, len(value.shape) - 1, [norm])
+            for own in (after, [norm]):
                 if uncast(own[-1].end) in read:
                     yield Layer(uncast(value), None, own)
                     break
@@ -211,7 +321,7 @@ def _uncast_or_none(value: Value | None) -> Value | None:
 
 def _may_join(program: Program, a: list[Layer], b: list[Layer]) -> bool:
     both = [*a, *b]
-    paths = [x.product.path for x in both if x.product is not None]
+    paths = [y.product and y.product.path for x in both for y in x.sites]
     if len({x.rows for x in both}) > 1 or len(set(paths)) < len(paths):
         return False
     steps = set().union(*(x.steps for x in both))
@@ -233,8 +343,9 @@ def _is_convex(program: Program, steps: set[Step]) -> bool:
 
 def _together(layers: list[Layer]) -> Together | None:
     """Returns layers as a group, or None if it is no more than a product."""
-    members = [x.product for x in layers if x.product is not None]
-    is_alone = len(layers) == 1 and not any(x.kind != "bias" for x in layers[0].follows)
+    members = [y for x in layers for y in x.sites]
+    is_alone = len(members) == len(layers) == 1
+    is_alone = is_alone and not any(x.kind != "bias" for x in layers[0].follows)
     if not members or is_alone:
         return None
     steps = set().union(*(x.steps for x in layers))
@@ -246,21 +357,13 @@ def _together(layers: list[Layer]) -> Together | None:
             if value not in made and value not in numbers:
                 numbers[value] = len(inputs)
                 inputs.append(value)
-    dense = []
+    dense: list[Dense | Cross] = []
     for i, layer in enumerate(layers):
-        residual = _uncast_or_none(layer.residual)
-        dense.append(
-            Dense(
-                reads=numbers[uncast(layer.reads)],
-                member=_member(layer),
-                norm=layer.epilogue,
-                residual=None if residual is None else numbers[residual],
-                dropout=layer.dropout,
-            )
-        )
+        dense.append(_layer(layer, numbers))
         numbers[uncast(layer.result)] = len(inputs) + i
     results = [uncast(x.result) for x in layers]
-    casts = {s for v in results for s in _casts_within(v, steps)}
+    inner = [v for x in layers for v in x.inner]
+    casts = {s for v in (*results, *inner) for s in _casts_within(v, steps)}
     steps |= casts
     outputs = [
         (out, numbers[v])
@@ -275,6 +378,22 @@ def _together(layers: list[Layer]) -> Together | None:
         outputs=tuple(dict.fromkeys(number for _, number in outputs)),
     )
     return Together(group, layers, inputs, outputs, steps)
+
+
+def _layer(layer: Layer, numbers: dict[Value, int]) -> Dense | Cross:
+    """Returns a layer as data, the values that it reads by their numbers."""
+    reads = numbers[uncast(layer.reads)]
+    if isinstance(layer, Network):
+        members = tuple(tuple(map(_member, own)) for own in layer.parts)
+        return Cross(reads=reads, members=members)
+    residual = _uncast_or_none(layer.residual)
+    return Dense(
+        reads=reads,
+        member=None if layer.product is None else _member(layer),
+        norm=layer.epilogue,
+        residual=None if residual is None else numbers[residual],
+        dropout=layer.dropout,
+    )
 
 
 def _columns(value: Value, layers: list[Layer]) -> int:
@@ -297,6 +416,7 @@ def _casts_of(value: Value, steps: set[Step]) -> list[Value]:
     return [out for step in casts for out in step.outputs]
 
 
-def _member(layer: Layer) -> Member | None:
+def _member(layer: Layer) -> Member:
     product = layer.product
-    return None if product is None else Member(product.name, layer.spec)
+    assert product is not None
+    return Member(product.name, layer.spec)

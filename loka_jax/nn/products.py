@@ -5,19 +5,27 @@ A product of data and a weight is a site. Its path is that of the variable, with
 """
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from loka_jax.nn.follow import Following, following
+from loka_jax.nn.follow import Following, Kind, following
 from loka_jax.nn.program import PRODUCTS, Program, Step, Value, flops, hidden_products
+from loka_jax.normed import Order
 from loka_jax.site import SiteSpec
-from loka_jax.xla import ACTIVATIONS
 
-RANKS = ("bias", "residual", "norm", "activation", "dropout")
+# What follows a bias, of which any may be absent.
+_ORDERS: tuple[tuple[Order, tuple[Kind, ...]], ...] = (
+    ("sum_norm_act", ("residual", "norm", "activation", "dropout")),
+    ("norm_act_sum", ("norm", "activation", "dropout", "residual")),
+    ("act_norm", ("activation", "dropout", "norm")),
+    ("act_sum_norm", ("activation", "dropout", "residual", "norm")),
+    ("norm_act_mul", ("norm", "activation", "dropout", "factor")),
+    ("norm_act_mul", ("norm", "activation", "factor", "dropout")),  # the same
+)
+_IN_SITES: tuple[Kind, ...] = ("bias", "norm", "activation")
 # What follows a product, by its first step, and is no part of a site.
 _READERS = {
     "dot_general": "another product",
@@ -37,7 +45,7 @@ class Product:
         stack: lengths of the scans that cut the weight into steps.
         left: why it runs as written; None for a site.
         spec: m, k and n, of each product of a batch.
-        follows: what follows it alone, in the order of `group.Dense`.
+        follows: what follows it alone, in an order of `group.Dense`.
         apart: why no more follows.
         inside: the step that hides the product in a program of its own.
     """
@@ -87,8 +95,11 @@ class Product:
     @property
     def fused(self) -> list[Following]:
         """What is part of the site where it runs by itself: a norm, an activation."""
-        others = ("residual", "dropout")
-        own = [*itertools.takewhile(lambda x: x.kind not in others, self.follows)]
+        own: list[Following] = []
+        for x in self.follows:
+            if not _is_within([y.kind for y in (*own, x)], _IN_SITES):
+                break
+            own.append(x)
         return own if any(x.kind != "bias" for x in own) else []
 
 
@@ -202,26 +213,38 @@ def _follow(product: Product) -> None:
     product.follows, product.apart = follow(value, rows)
 
 
+def order_of(kinds: Sequence[Kind]) -> Order | None:
+    """Returns an order in which a layer may compute these, or None if there is none."""
+    for order, own in _ORDERS:
+        if _is_within(kinds, ("bias", *own)):
+            return order
+    return None
+
+
+def _is_within(kinds: Sequence[Kind], whole: Sequence[Kind]) -> bool:
+    """Returns True if these are some of the whole, in its order."""
+    rest = iter(whole)
+    return all(kind in rest for kind in kinds)
+
+
 def follow(
-    value: Value, rows: int, rank: int = 0
+    value: Value, rows: int, first: Sequence[Following] = ()
 ) -> tuple[list[Following], str | None]:
-    """Returns what follows a value alone, in the order of `group.Dense`, and why not.
+    """Returns what follows a value alone, in an order of a layer, and why not more.
 
     Args:
         rows: the number of its leading dims.
-        rank: of what may come first, a place in `RANKS`.
+        first: what is found already, which ends in this value.
     """
-    found: list[Following] = []
-    apart = None
+    found = [*first]
     while True:
-        each = [x for x in following(value, rows) if RANKS.index(x.kind) >= rank]
+        kinds: list[Kind] = [x.kind for x in found]
+        each = [x for x in following(value, rows) if order_of([*kinds, x.kind])]
         step = next((x for x in each if x.is_alone), None)
         if step is None:
-            return found, apart or _why_apart(value, each, found)
-        if step.kind == "activation" and step.name not in ACTIVATIONS:
-            return found, f"{step.name} is none of {', '.join(ACTIVATIONS)[6:]}"
+            return found, _why_apart(value, each, found)
         found.append(step)
-        value, rank = step.end, RANKS.index(step.kind) + 1
+        value = step.end
 
 
 def _why_apart(

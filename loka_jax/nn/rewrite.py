@@ -20,7 +20,7 @@ from loka_jax.group import Group, Member
 from loka_jax.nn.context import current
 from loka_jax.nn.dense import as_matrix, run_planned, with_state
 from loka_jax.nn.dense import product as dot
-from loka_jax.nn.found_groups import Layer, Together, groups_of
+from loka_jax.nn.found_groups import Layer, Network, Together, groups_of
 from loka_jax.nn.group import (
     GroupPlan,
     Part,
@@ -120,7 +120,9 @@ class _Run:
                 if own.why_apart is not None
             }
             if reasons:
-                some = [x for x in map(_product, possible.layers) if x is not None]
+                some = [
+                    y.product for x in possible.layers for y in x.sites if y.product
+                ]
                 parts = groups_of(program, [x for x in some if x.name not in reasons])
             for part in parts:
                 own = tuple(x.plan for x in self._plans(part))
@@ -140,7 +142,7 @@ class _Run:
         members = [*together.group.members]
         recipes = [self.rules.recipe(x.path) for x in members]
         each = plans_in_group(together.group, members, recipes, None)
-        layers = [x for x in together.layers if x.product is not None]
+        layers = [layer for layer in together.layers for _ in layer.sites]
         return [
             self._as_chosen(layer, member, own)
             for own, layer, member in zip(each, layers, members, strict=True)
@@ -279,20 +281,21 @@ class _Run:
         group, plans = together.group, self.plans[together]
         layers, states, rest = [], [], iter(plans)
         for layer in together.layers:
-            kernels: tuple[Array, ...] = ()
-            if layer.product is not None:
-                plan, host = next(rest), self._host(layer.product)
-                (_, of_rhs), _ = layer.product.dims
-                weight = self.value(layer.product.kernel).astype(jnp.float32)
-                kernel, _ = as_matrix(weight, of_rhs, contract_last=False)
-                announce(host, plan, **self._told(layer.product) | {"group": group})
-                states.append(with_state(host, plan, kernel)[1])
-                kernels = (kernel,)
-            vectors = [
-                None if v is None else v.astype(jnp.float32)
-                for v in self._vectors(layer)
-            ]
-            layers.append((LayerArrays(kernels, *vectors),))
+            parts = layer.parts if isinstance(layer, Network) else [layer.sites]
+            arrays = []
+            for own in parts:
+                kernels: list[Array] = []
+                for site in own:
+                    assert site.product is not None
+                    plan, host = next(rest), self._host(site.product)
+                    kernels.append(self._kernel(site.product))
+                    told = self._told(site.product) | {"group": group}
+                    announce(host, plan, **told)
+                    states.append(with_state(host, plan, kernels[-1])[1])
+                vectors = self._vectors(own[-1] if own else layer)
+                vectors = [v if v is None else v.astype(jnp.float32) for v in vectors]
+                arrays.append(LayerArrays(tuple(kernels), *vectors))
+            layers.append(tuple(arrays))
         inputs = tuple(
             (self.value(x).reshape(group.rows, -1),) for x in together.inputs
         )
@@ -302,6 +305,12 @@ class _Run:
         for value, number in together.outputs:
             out = of_number[number].reshape(value.shape)
             self.values[value] = out.astype(value.aval.dtype)
+
+    def _kernel(self, product: Product) -> Array:
+        """Returns the float32 weight of a site as a matrix."""
+        (_, of_rhs), _ = product.dims
+        weight = self.value(product.kernel).astype(jnp.float32)
+        return as_matrix(weight, of_rhs, contract_last=False)[0]
 
     def _words(self, together: Together) -> Array | None:
         """Returns the random bits of each layer, of the keys of the model's dropout."""
@@ -380,10 +389,6 @@ def _options(step: Step) -> tuple[Any, Any]:
 def _without(dims: Sequence[int], batch: int) -> list[int]:
     """Returns dims of an array as those of its parts along another dim."""
     return [dim - (dim > batch) for dim in dims]
-
-
-def _product(layer: Layer) -> Product | None:
-    return layer.product
 
 
 def _end(product: Product) -> Value:

@@ -10,10 +10,14 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from numpy import ndarray
+
+from loka_jax import xla
+from loka_jax.normed import ActivationName
 
 
 def _special(name: str) -> Callable[[ndarray], ndarray]:
@@ -148,6 +152,11 @@ def _call(eqn: Any, values: Sequence[ndarray], rows: int) -> ndarray:
     jaxpr = inner[0]
     if consts or len(jaxpr.invars) != len(values):
         raise NotRowwise
+    return _run(jaxpr, values, rows)
+
+
+def _run(jaxpr: jex.Jaxpr, values: Sequence[ndarray], rows: int) -> ndarray:
+    """Returns the first result of a program."""
     env = dict(zip(jaxpr.invars, values, strict=True))
 
     def read(atom: Any) -> ndarray:
@@ -177,18 +186,12 @@ def probe(n: int, seed: int = 0) -> ndarray:
     return drawn * np.array([2.0, 2.0, 1e-3])[:, None] + [[0.3], [0.0], [0.0]]
 
 
-# What activations compute.
-ACTIVATIONS: dict[str, Callable[[ndarray], ndarray]] = {
-    "relu": lambda x: np.maximum(x, 0),
-    "swish": lambda x: x * _expit(x),
-    "gelu": lambda x: (
-        0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-    ),
-    "exact gelu": lambda x: 0.5 * x * (1 + _erf(x / np.sqrt(2))),
-    "hard_swish": lambda x: x * np.clip(x + 3, 0, 6) / 6,
-    "tanh": np.tanh,
-    "sigmoid": _expit,
-}
+@functools.cache
+def activation(name: ActivationName, n: int) -> ndarray:
+    """Returns what an activation makes of the probe of n numbers."""
+    row = jax.ShapeDtypeStruct((n,), jnp.float32)
+    closed = jax.make_jaxpr(xla.ACTIVATIONS[name])(row)
+    return _run(closed.jaxpr, [probe(n)], 0)
 
 
 def normalized(norm: str, x: ndarray, epsilon: float, block: int) -> ndarray:

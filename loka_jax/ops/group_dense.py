@@ -3,6 +3,8 @@
     forward     z = x W    y = drop(activation(gamma norm(z + b + residual) + beta))
     backward    dz from the summands of dy    dW = x^T dz    dx = dz W^T
 
+The tail's steps have one of the orders of `normed`.
+
 The tail writes y in the forms in which it is read, and keeps normalized rows, in E4M3
 where the error of the gradient allows it; of relu the signs of y are enough.
 """
@@ -18,9 +20,18 @@ from jaxtyping import Array
 from loka_jax import fp8
 from loka_jax.fp8 import E4M3
 from loka_jax.group import Dense
-from loka_jax.normed import Epilogue, NormResiduals, NormVectors, bounded_scale_inv
+from loka_jax.normed import Epilogue, NormVectors, bounded_scale_inv
 from loka_jax.ops.group_sites import GroupSite, LayerArrays, cast, weight
-from loka_jax.tails import Dropout, Forms, Scale, Scaled, Tails, Written
+from loka_jax.tails import (
+    Dropout,
+    Forms,
+    NormTailGradients,
+    Scale,
+    Scaled,
+    TailResiduals,
+    Tails,
+    Written,
+)
 from loka_jax.xla.matmul import cut
 from loka_jax.xla.tails import decode, in_bf16
 
@@ -62,7 +73,7 @@ class KeptDense(NamedTuple):
 
     lhs: Written | None
     rhs: Written | None
-    residuals: NormResiduals | None
+    residuals: TailResiduals | None
 
 
 class DenseStep(NamedTuple):
@@ -90,8 +101,13 @@ class DenseStep(NamedTuple):
     @property
     def is_linear(self) -> bool:
         """True if nothing but a sum follows the product."""
-        is_plain = self.layer.norm.norm == self.layer.norm.activation == "none"
-        return is_plain and self.dropout is None
+        return self.is_plain and self.dropout is None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if backward needs no activation's argument."""
+        norm = self.layer.norm
+        return norm.norm == norm.activation == "none" and not norm.multiplies
 
     def forward(
         self, x: Written, residual: Written | None, arrays: LayerArrays, *, keep: bool
@@ -134,12 +150,12 @@ class DenseStep(NamedTuple):
 
     def _tail(
         self, summands: list[Scaled], vectors: NormVectors, *, keep: bool
-    ) -> tuple[Written, NormResiduals | None]:
+    ) -> tuple[Written, TailResiduals | None]:
         assert self.read is not None
         want, epilogue = self.read.want, self.layer.norm
-        keeps_y = self.is_linear or epilogue == _RELU
+        keeps_y = epilogue == _RELU
         xhat = None
-        if keep and not keeps_y:
+        if keep and not self.is_plain and not keeps_y:
             # In FP8 where the error of the gradient allows it.
             near = self.site or self.read.reader
             is_fp8 = near is not None and near.products.recipe.dlhs is not None
@@ -151,23 +167,28 @@ class DenseStep(NamedTuple):
             y_scale_inv=self._scale_inv(vectors),
             xhat=xhat,
         )
-        if keeps_y and not self.is_linear:
+        if self.is_plain and not self.is_linear:
+            residuals = TailResiduals()  # dropout draws again
+        if keeps_y:
             kept = y.bf16 if y.fp8 is None else y.fp8  # of relu signs are enough
             assert kept is not None
-            residuals = NormResiduals(kept, None)
+            residuals = TailResiduals(kept, None)
         return y, residuals
 
     def _scale_inv(self, vectors: NormVectors) -> Scale | None:
         """Returns the scale of the result in FP8."""
         assert self.read is not None
-        (want, scale_inv, _), norm = self.read, self.layer.norm.norm
-        if norm == "none" or want.fp8 is None:
+        (want, scale_inv, _), norm = self.read, self.layer.norm
+        ends_in_norm = self.layer.residual is None or not (
+            norm.adds_last or norm.multiplies
+        )
+        if norm.norm == "none" or want.fp8 is None or not ends_in_norm:
             return scale_inv
         if jnp.dtype(want.fp8) != jnp.dtype(E4M3):
             return scale_inv
         # A power of two, so that the next product is exact in bfloat16.
         bound = bounded_scale_inv(norm, self.shape[1], vectors.gamma, vectors.beta)
-        if self.dropout is not None:
+        if self.dropout is not None and not norm.acts_first:
             bound = bound / (1 - self.dropout.rate)
         return Scale.of(fp8.power_of_two_up(bound))
 
@@ -180,30 +201,36 @@ class DenseStep(NamedTuple):
         to_fp8: bool,
     ) -> Pulled:
         """Returns the gradients of what the layer reads and of its parameters."""
-        g, dvectors = self._gradient(d, kept.residuals, NormVectors(*arrays[1:]))
-        dz = [*d]
-        if not self.is_linear:
-            dz = [] if g.bf16 is None else [Scaled(g.bf16)]
+        out = self._gradient(d, kept.residuals, NormVectors(*arrays[1:]))
+        g, dvectors, dsum = out
+        of_residual = [*d]
+        if dsum is not None:
+            of_residual = [Scaled(dsum)]
+        elif not self.is_linear and not self.layer.norm.adds_last:
+            of_residual = [] if g.bf16 is None else [Scaled(g.bf16)]
         if self.site is None:
-            return Pulled(dz[0], dz, LayerArrays((), *dvectors), [])
+            assert g.bf16 is not None
+            dx = Scaled(g.bf16)
+            return Pulled(dx, of_residual, LayerArrays((), *dvectors), [])
         site, lhs, rhs = self.site, kept.lhs, kept.rhs
         assert lhs is not None and rhs is not None
         multiply = site.multiply_to_fp8 if to_fp8 else site.multiply
         return Pulled(
             x=multiply("dlhs", g, rhs),
-            residual=dz,
+            residual=of_residual,
             layer=LayerArrays((site.weight_gradient(lhs, g),), *dvectors),
             amaxes=[(lhs.amaxes, rhs.amaxes, g.amaxes)],
         )
 
     def _gradient(
-        self, d: Sequence[Any], residuals: NormResiduals | None, vectors: NormVectors
-    ) -> tuple[Written, NormVectors]:
-        """Returns the gradients of the norm's argument and of the vectors."""
+        self, d: Sequence[Any], residuals: TailResiduals | None, vectors: NormVectors
+    ) -> NormTailGradients:
+        """Returns the gradients of the product, of the vectors and of a residual."""
         want = Forms(shape=self.shape)
         if self.site is not None:
             want = self.site.forms("g", keep=True)
-        if self.layer.residual is not None and not self.is_linear:
+        sums_first = self.layer.norm.order == "sum_norm_act" and not self.is_linear
+        if self.layer.residual is not None and sums_first:
             want = dataclasses.replace(want, bf16=True)
         scale_inv = None if self.site is None else self.site.scale_inv("g", want)
         if residuals is not None:
@@ -217,7 +244,8 @@ class DenseStep(NamedTuple):
         dbias = None
         if vectors.bias is not None:
             dbias = jnp.sum(cut(decode(z), want.shape_of(z.data)), axis=0)
-        return cast(self.tails, z, want, scale_inv), NormVectors(dbias)
+        dz = cast(self.tails, z, want, scale_inv)
+        return NormTailGradients(dz, NormVectors(dbias))
 
 
 def _linear_end(summands: list[Scaled], bias: Array | None, want: Forms) -> Written:

@@ -212,7 +212,7 @@ def _run_forward(
     y_scale_inv = None
     if want.y_fp8 == "tensorwise":
         y_scale_inv = bounded_scale_inv(
-            plan.spec.norm, plan.spec.n, vectors.gamma, vectors.beta
+            site.static["epilogue"], plan.spec.n, vectors.gamma, vectors.beta
         )
     options = dict(site.static, want=want, scale_inv={"y_scale_inv": y_scale_inv})
     assert plan.fwd.kernel is not None

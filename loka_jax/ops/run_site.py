@@ -107,14 +107,15 @@ def _by_xla(site: KernelRun, arrays: SiteArrays, state, observe):
     if observe is not None:
         z = observe(z, lhs.y if isinstance(lhs, Activations) else lhs, rhs)
     vectors = NormVectors(bias, gamma, beta)
-    exact = xla.norm_activation(z, vectors, epilogue=site.static["epilogue"])
+    epilogue = site.static["epilogue"]
+    exact = xla.norm_activation(z, vectors, epilogue=epilogue)
     y = exact.astype(plan.recipe.compute_dtype)
     if spec.out == "compute":
         return y
     exact = jax.lax.stop_gradient(exact)
     if spec.fp8_out == "rowwise":
         return Activations(y, fp8.quantize(exact, E4M3, axes=(1,)))
-    scale_inv = bounded_scale_inv(spec.norm, spec.n, gamma, beta)
+    scale_inv = bounded_scale_inv(epilogue, spec.n, gamma, beta)
     return Activations(y, fp8.cast(exact, jax.lax.stop_gradient(scale_inv), E4M3))
 
 

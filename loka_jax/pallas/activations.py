@@ -1,13 +1,14 @@
 """Activations on register tiles, written for the GPU's instructions.
 
 The sigmoid is computed by `tanh`, a single instruction on Hopper unlike `exp` and a
-division: `u * sigmoid(u) = h + h tanh(h)` with `h = u / 2`. So swish and GELU (the tanh
-form, the default of `jax.nn.gelu`) take u / 2, a factor that kernels fold into a
-multiplication they do anyway.
+division: `u * sigmoid(u) = h + h tanh(h)` with `h = u / 2`. So the sigmoid, swish and
+GELU (the tanh form, the default of `jax.nn.gelu`) take u / 2, a factor that kernels
+fold into a multiplication they do anyway.
 """
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -15,11 +16,13 @@ from loka_jax.normed import ActivationName
 
 _GELU_LINEAR = math.sqrt(2 / math.pi)
 _GELU_CUBIC = 0.044715 * _GELU_LINEAR
+_ROOT_HALF = math.sqrt(0.5)
+_DENSITY = 1 / math.sqrt(2 * math.pi)  # of the normal distribution at 0
 
 
 def input_scale(name: ActivationName) -> float:
     """Returns the factor of the argument of `activate_scaled` and `slope_scaled`."""
-    return 0.5 if name in ("swish", "gelu") else 1.0
+    return 0.5 if name in ("swish", "gelu", "sigmoid") else 1.0
 
 
 def activate_scaled(
@@ -37,6 +40,12 @@ def activate_scaled(
             return v * jnp.minimum(jnp.maximum(v * (1 / 6) + 0.5, 0.0), 1.0)
         case "gelu":
             return v + v * jnp.tanh(v * (2 * _GELU_LINEAR + 8 * _GELU_CUBIC * v * v))
+        case "exact_gelu":
+            return v * (0.5 + 0.5 * jax.lax.erf(v * _ROOT_HALF))
+        case "tanh":
+            return jnp.tanh(v)
+        case "sigmoid":
+            return 0.5 + 0.5 * jnp.tanh(v)
     raise ValueError(f"unknown activation {name!r}.")
 
 
@@ -60,4 +69,13 @@ def slope_scaled(
             t = jnp.tanh(v * (2 * _GELU_LINEAR + 8 * _GELU_CUBIC * v * v))
             inner = _GELU_LINEAR + 12 * _GELU_CUBIC * v * v
             return 0.5 + 0.5 * t + v * (1.0 - t * t) * inner
+        case "exact_gelu":
+            share = 0.5 + 0.5 * jax.lax.erf(v * _ROOT_HALF)
+            return share + v * jnp.exp(v * v * -0.5) * _DENSITY
+        case "tanh":
+            t = jnp.tanh(v)
+            return 1.0 - t * t
+        case "sigmoid":
+            t = jnp.tanh(v)
+            return 0.25 - 0.25 * t * t
     raise ValueError(f"unknown activation {name!r}.")

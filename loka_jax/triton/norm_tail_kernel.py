@@ -31,17 +31,23 @@ from loka_jax.triton.unbiased_kernel import uniform
 
 _GELU_FACTOR = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 _GELU_CUBIC = tl.constexpr(0.044715)
+_ROOT_HALF = tl.constexpr(0.7071067811865476)
+_DENSITY = tl.constexpr(0.3989422804014327)  # of the normal distribution at 0
 
 
 @triton.jit
 @no_type_check
 def norm_tail_kernel(given, out, of):
-    """Writes `y = activation(gamma norm(z + bias) + beta)`, xhat and rstd.
+    """Writes y, xhat times `of.xhat_scale`, rstd, and the argument of an activation.
 
-    xhat times `of.xhat_scale`.
+    In an order of `normed`, `of.order`.
     """
     row, column = first_of_tile(of)
-    v = _argument(given, row, column, of)
+    v = _product(given, row, column, of)
+    if out.argument is not None:
+        kept = cut(v, row, column, of)
+        store(out.argument, kept, row, column, of.block_m, of.block_n)
+    v = _argument(v, given, row, column, of)
     if given.rate is not None:
         if of.norm == "layer":
             v -= read_vector(given.mean, row, of.m, of.block_m)[:, None]
@@ -58,8 +64,13 @@ def norm_tail_kernel(given, out, of):
     if out.xhat is not None:
         kept = cut(v * of.xhat_scale, row, column, of)
         store(out.xhat, kept, row, column, of.block_m, of.block_n)
-    y = activated(_affine(v, given.vectors, column, of), of.activation)
-    y = _drop(y, given.dropout, row, column, of)
+    y = _affine(v, given.vectors, column, of)
+    if not of.acts_first:
+        y = _drop(activated(y, of.activation), given.dropout, row, column, of)
+    if of.order == "norm_act_sum":
+        y = _plus(y, given.summands, row, column, of)
+    if of.order == "norm_act_mul":
+        y *= decode(given.summands[1], row, column, of)
     write(y, out.y, given.scale_inv, row, column, of)
 
 
@@ -71,7 +82,7 @@ def norm_moments_kernel(given, out, of):
     total = tl.zeros((of.block_m, of.block_n), tl.float32)
     squares = tl.zeros((of.block_m, of.block_n), tl.float32)
     for column in range(0, of.n, of.block_n):
-        v = _argument(given, row, column, of)
+        v = _argument(_product(given, row, column, of), given, row, column, of)
         total += v
         squares += v * v
     mean, moment = tl.sum(total, axis=1) / of.n, tl.sum(squares, axis=1) / of.n
@@ -93,9 +104,10 @@ def _last_rows_first(of):
 @triton.jit
 @no_type_check
 def norm_tail_backward_kernel(given, out, of):
-    """Writes the gradient of the norm's argument, from the summands of that of y.
+    """Writes the gradient of the product, from the summands of that of y.
 
-    And partial sums over rows for the bias, gamma and beta.
+    And that of a residual between activation and norm, and partial sums over rows for
+    the bias, gamma and beta.
     """
     row, column = first_of_tile(of)
     v = _kept(given, row, column, of)
@@ -123,6 +135,18 @@ def norm_tail_backward_kernel(given, out, of):
         at = given.rstd.at + column // of.block_n * of.m + rows
         rate = tl.load(at, mask=rows < of.m, other=0.0)
         g = (g - v * along[:, None]) * rate[:, None]
+    if out.residual is not None:
+        kept = g
+        if given.factor is not None:
+            kept = _sum(given.gradients, row, column, of)
+            kept = _drop(kept, given.dropout, row, column, of)
+            kept *= activated(_affine(v, given.vectors, column, of), of.activation)
+        kept = cut(kept, row, column, of)
+        store(out.residual, kept, row, column, of.block_m, of.block_n)
+    if of.acts_first:
+        g = _drop(g, given.dropout, row, column, of)
+        if given.argument is not None:
+            g *= slope(read(given.argument, row, column, of), of.activation)
     if given.vectors.bias is not None:
         if of.norm == "none":
             store_row_sums(out.sums.bias, g, row, column, of)
@@ -151,20 +175,39 @@ def norm_projections_kernel(given, out, of):
 
 @triton.jit
 @no_type_check
-def _sum(summands, row, column, of):
-    total = decode(summands[0], row, column, of)
+def _plus(v, summands, row, column, of):
+    """Returns a tile and all summands but the first."""
     for i in tl.static_range(1, len(summands)):
-        total += decode(summands[i], row, column, of)
-    return total
+        v += decode(summands[i], row, column, of)
+    return v
 
 
 @triton.jit
 @no_type_check
-def _argument(given, row, column, of):
-    """Returns a tile of the sum and the bias, zeros past the end of the columns."""
-    v = _sum(given.summands, row, column, of)
+def _sum(summands, row, column, of):
+    return _plus(decode(summands[0], row, column, of), summands, row, column, of)
+
+
+@triton.jit
+@no_type_check
+def _product(given, row, column, of):
+    """Returns a tile of the product and the bias, zeros past the end of the columns."""
+    v = decode(given.summands[0], row, column, of)
     if given.vectors.bias is not None:
         v += _vector(given.vectors.bias, column, of)
+    return v
+
+
+@triton.jit
+@no_type_check
+def _argument(v, given, row, column, of):
+    """Returns a tile of the norm's argument, zeros past the end of the columns."""
+    if of.acts_first:
+        v = _drop(activated(v, of.activation), given.dropout, row, column, of)
+        if of.activation == "sigmoid":  # of 0 it is not 0
+            v = cut(v, row, column, of)
+    if of.order == "sum_norm_act" or of.order == "act_sum_norm":
+        v = _plus(v, given.summands, row, column, of)
     return v
 
 
@@ -214,16 +257,22 @@ def _store_rows(x, values, row, start, of):
 @triton.jit
 @no_type_check
 def _kept(given, row, column, of):
-    """Returns a tile of xhat."""
+    """Returns a tile of xhat, zeros where there is none."""
+    if given.xhat is None:
+        return tl.zeros((of.block_m, of.block_n), tl.float32)
     return read(given.xhat, row, column, of) * (1.0 / of.xhat_scale)
 
 
 @triton.jit
 @no_type_check
 def _gradient(v, given, row, column, of):
-    """Returns the gradient of the activation's argument, zeros past the end of rows."""
+    """Returns the gradient of what gamma and beta make, zeros past the end of rows."""
     g = _sum(given.gradients, row, column, of)
+    if of.acts_first:
+        return g
     g = _drop(g, given.dropout, row, column, of)
+    if given.factor is not None:
+        g *= decode(given.factor, row, column, of)
     return g * slope(_affine(v, given.vectors, column, of), of.activation)
 
 
@@ -263,6 +312,12 @@ def activated(v, name: tl.constexpr):
         return v * tl.minimum(tl.maximum(v * (1 / 6) + 0.5, 0.0), 1.0)
     elif name == "gelu":
         return v * sigmoid((v + v * v * v * _GELU_CUBIC) * _GELU_FACTOR)
+    elif name == "exact_gelu":
+        return v * (tl.erf(v * _ROOT_HALF) * 0.5 + 0.5)
+    elif name == "tanh":
+        return sigmoid(v * 2.0) * 2.0 - 1.0
+    elif name == "sigmoid":
+        return sigmoid(v)
     else:
         return v
 
@@ -284,5 +339,13 @@ def slope(v, name: tl.constexpr):
         s = sigmoid((v + v * v * v * _GELU_CUBIC) * _GELU_FACTOR)
         inner = (v * v * (3 * _GELU_CUBIC) + 1.0) * _GELU_FACTOR
         return s + v * (s - s * s) * inner
+    elif name == "exact_gelu":
+        return tl.erf(v * _ROOT_HALF) * 0.5 + 0.5 + v * tl.exp(v * v * -0.5) * _DENSITY
+    elif name == "tanh":
+        s = sigmoid(v * 2.0)
+        return (s - s * s) * 4.0
+    elif name == "sigmoid":
+        s = sigmoid(v)
+        return s - s * s
     else:
         return tl.zeros_like(v) + 1.0

@@ -25,7 +25,6 @@ from loka_jax.fp8 import E4M3, fp8_max
 from loka_jax.normed import (
     NO_VECTORS,
     Epilogue,
-    NormResiduals,
     NormVectors,
     norm_features,
     xhat_scale_inv,
@@ -40,6 +39,7 @@ from loka_jax.tails import (
     Outer,
     Scale,
     Scaled,
+    TailResiduals,
     Written,
 )
 from loka_jax.triton.launch import power_of_two, require_triton
@@ -121,20 +121,24 @@ def norm_tail(
         moments = norm_tail_kernel.norm_moments_kernel
         given |= run.of_rows(moments, given, "mean", "rate", **of)
     has_rstd = is_kept and is_norm and not is_apart
+    has_argument = epilogue.acts_first and epilogue.activation != "none"
+    argument = _type(run.out_shape, jnp.bfloat16)
     out = dict(
         y=run.types(tile),
         xhat=_type(run.out_shape, dtype) if is_kept else None,
         rstd=_type(rstd_shape) if has_rstd else None,
+        argument=argument if is_kept and has_argument else None,
     )
     out = run(norm_tail_kernel.norm_tail_kernel, tile, given, out, **of)
     rstd = given["rate"] if is_apart else out.rstd
-    residuals = NormResiduals(out.xhat, rstd) if is_kept else None
+    factor = summands[1] if epilogue.multiplies else None
+    residuals = TailResiduals(out.xhat, rstd, out.argument, factor) if is_kept else None
     return NormTail(_written(out.y, y_scale_inv), residuals)
 
 
 def norm_tail_backward(
     gradients: Sequence[Scaled],
-    residuals: NormResiduals,
+    residuals: TailResiduals,
     vectors: NormVectors = NO_VECTORS,
     dropout: Dropout | None = None,
     *,
@@ -147,8 +151,10 @@ def norm_tail_backward(
 
     Deterministic. Raises what `norm_tail` does.
     """
-    xhat, rstd = residuals
-    run = _Run.of("norm_tail_backward", gradients[0].data, want, *gradients, xhat)
+    xhat, rstd, argument, factor = residuals
+    run = _Run.of(
+        "norm_tail_backward", gradients[0].data, want, *gradients, xhat, factor
+    )
     of = _norm_constants(epilogue, run.n, vectors)
     tile = _tile(tile, epilogue, run.n)
     programs, _ = tile.counts(run.m, 1)
@@ -157,14 +163,20 @@ def norm_tail_backward(
     sums = jax.tree.map(lambda _: _type((programs, run.n)), vectors)
     given = dict(gradients=tuple(gradients), xhat=xhat, rstd=rstd, vectors=vectors)
     given |= dict(dropout=dropout, scale_inv=dz_scale_inv, centre=None, along=None)
-    of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, xhat.dtype))
+    given |= dict(argument=argument, factor=factor)
+    dtype = jnp.bfloat16 if xhat is None else xhat.dtype
+    of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, dtype))
     if _is_apart(epilogue, run.n, tile):
         projections = norm_tail_kernel.norm_projections_kernel
         given |= run.of_rows(projections, given, "centre", "along", **of)
     kernel = norm_tail_kernel.norm_tail_backward_kernel
-    out = run(kernel, tile, given, dict(dz=run.types(tile), sums=sums), **of)
+    has_residual = epilogue.order in ("act_sum_norm", "norm_act_mul")
+    residual = _type(run.out_shape, jnp.bfloat16) if has_residual else None
+    out = dict(dz=run.types(tile), sums=sums, residual=residual)
+    out = run(kernel, tile, given, out, **of)
     of_vectors = jax.tree.map(lambda parts: jnp.sum(parts, axis=0), out.sums)
-    return NormTailGradients(_written(out.dz, dz_scale_inv), of_vectors)
+    dz = _written(out.dz, dz_scale_inv)
+    return NormTailGradients(dz, of_vectors, out.residual)
 
 
 def cross_tail(
@@ -364,7 +376,8 @@ def _norm_constants(epilogue: Epilogue, n: int, vectors: NormVectors) -> dict[st
     if norm in ("none", "block") and (vectors.gamma, vectors.beta) != (None, None):
         raise ValueError(f"norm {norm!r} takes neither gamma nor beta.")
     features = norm_features(norm, n)
-    return dict(norm=norm, features=features, activation=epilogue.activation)
+    of = dict(norm=norm, features=features, activation=epilogue.activation)
+    return of | dict(acts_first=epilogue.acts_first, order=epilogue.order)
 
 
 def _xhat_scale(epilogue: Epilogue, n: int, dtype: DTypeLike) -> float:

@@ -7,6 +7,7 @@ signatures of the kernels of these names, without tuning configs; `norm_backward
 serves sites whose backward pass has no kernel.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -35,6 +36,9 @@ ACTIVATIONS: dict[ActivationName, Callable[[Array], Array]] = {
     "swish": jax.nn.swish,
     "hard_swish": jax.nn.hard_swish,  # x * relu6(x + 3) / 6
     "gelu": jax.nn.gelu,
+    "exact_gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
 }
 
 
@@ -96,7 +100,7 @@ def norm_backward(
         dz = rstd (g - mean(g) - xhat mean(g xhat))     without mean(g) if norm is rms
     """
     norm, (_, gamma, beta) = epilogue.norm, vectors
-    xhat, rstd = _decode_xhat(residuals.xhat, norm), residuals.rstd
+    xhat, rstd = decode_xhat(residuals.xhat, norm), residuals.rstd
     u = affine(xhat, vectors)
     _, pull = jax.vjp(ACTIVATIONS[epilogue.activation], u)
     (du,) = pull(dy.astype(jnp.float32))
@@ -168,7 +172,7 @@ def affine(xhat: Float[Array, "m n"], vectors: NormVectors) -> Float[Array, "m n
     return plus(u, vectors.beta)
 
 
-def _decode_xhat(xhat: Array, norm: NormName) -> Array:
+def decode_xhat(xhat: Array, norm: NormName) -> Array:
     """Returns the stored normalized rows in float32."""
     is_fp8 = xhat.dtype == E4M3
     scale_inv = xhat_scale_inv(norm, xhat.shape[1]) if is_fp8 else 1.0

@@ -3,6 +3,7 @@
 XLA decides how many passes a tail takes.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -31,12 +32,14 @@ from loka_jax.tails import (
     Outer,
     Scale,
     Scaled,
+    TailResiduals,
     Written,
 )
 from loka_jax.unbiased import uniform
 from loka_jax.xla.dense_norm import (
     ACTIVATIONS,
     affine,
+    decode_xhat,
     norm_backward,
     normalize,
     plus,
@@ -135,23 +138,34 @@ def norm_tail(
     y_scale_inv: Scale | None = None,
     xhat: DTypeLike | None = E4M3,
 ) -> NormTail:
-    """Returns `drop(activation(gamma norm(z + bias) + beta))`, and what backward reads.
+    """Returns what follows a product as `normed` says, and what backward reads.
 
     Args:
-        summands: products and residuals whose sum is z.
+        summands: the product, then what is added to it, at a place in `epilogue.order`.
         vectors: bias, and gamma and beta of a norm of whole rows.
         dropout: of y; None for none.
-        epilogue: norm and activation.
+        epilogue: norm and activation, and their order.
         want: the forms of y.
         y_scale_inv: scale of the FP8 form.
         xhat: dtype in which normalized rows are kept, E4M3 or bfloat16 (always
             bfloat16 without a norm); None to return no residuals.
     """
     shape = want.shape_of(summands[0].data)
-    argument = plus(_sum(summands, shape), vectors.bias)
+    product, *others = (_matrix(x, shape) for x in summands)
+    z = argument = plus(product, vectors.bias)
+    activate = ACTIVATIONS[epilogue.activation]
+    if epilogue.acts_first:
+        argument = _drop(activate(z), dropout)
+    if not (epilogue.adds_last or epilogue.multiplies):
+        argument = functools.reduce(jnp.add, others, argument)
     normed, rstd = normalize(argument, epilogue)
-    y = ACTIVATIONS[epilogue.activation](affine(normed, vectors))
-    y = _drop(y, dropout)
+    y = affine(normed, vectors)
+    if not epilogue.acts_first:
+        y = _drop(activate(y), dropout)
+    if epilogue.adds_last:
+        y = functools.reduce(jnp.add, others, y)
+    if epilogue.multiplies:
+        y = y * others[0]
     y = write(y, want, y_scale_inv)
     if xhat is None:
         return NormTail(y, None)
@@ -160,12 +174,16 @@ def norm_tail(
     else:
         scale_inv = xhat_scale_inv(epilogue.norm, shape[1])
         stored = fp8.saturate(normed / scale_inv, E4M3)
-    return NormTail(y, NormResiduals(_pad(stored, want), rstd))
+    kept = None
+    if epilogue.acts_first and epilogue.activation != "none":
+        kept = _pad(z.astype(jnp.bfloat16), want)
+    factor = summands[1] if epilogue.multiplies else None
+    return NormTail(y, TailResiduals(_pad(stored, want), rstd, kept, factor))
 
 
 def norm_tail_backward(
     gradients: Sequence[Scaled],
-    residuals: NormResiduals,
+    residuals: TailResiduals,
     vectors: NormVectors = NO_VECTORS,
     dropout: Dropout | None = None,
     *,
@@ -183,12 +201,31 @@ def norm_tail_backward(
         dz_scale_inv: scale of the FP8 form.
     """
     shape = want.shape_of(gradients[0].data)
-    residuals = residuals._replace(xhat=cut(residuals.xhat, shape))
-    dy = _drop(_sum(gradients, shape), dropout)
-    dz, dgamma, dbeta = norm_backward(dy, residuals, vectors, epilogue=epilogue)
+    dy, dsum = _sum(gradients, shape), None
+    last = epilogue
+    if epilogue.acts_first:
+        last = dataclasses.replace(epilogue, activation="none")
+    else:
+        dy = _drop(dy, dropout)
+    dz, dgamma, dbeta = dy, None, None
+    if residuals.factor is not None:
+        assert residuals.xhat is not None
+        u = affine(decode_xhat(cut(residuals.xhat, shape), epilogue.norm), vectors)
+        dsum = _pad(dy * ACTIVATIONS[epilogue.activation](u), want)
+        dsum, dy = dsum.astype(jnp.bfloat16), dy * _matrix(residuals.factor, shape)
+    if residuals.xhat is not None:
+        kept = NormResiduals(cut(residuals.xhat, shape), residuals.rstd)
+        dz, dgamma, dbeta = norm_backward(dy, kept, vectors, epilogue=last)
+    if epilogue.order == "act_sum_norm":
+        dsum = _pad(dz.astype(jnp.bfloat16), want)
+    if epilogue.acts_first:
+        dz = _drop(dz, dropout)
+    if residuals.argument is not None:
+        z = cut(residuals.argument, shape).astype(jnp.float32)
+        (dz,) = jax.vjp(ACTIVATIONS[epilogue.activation], z)[1](dz)
     dbias = None if vectors.bias is None else jnp.sum(dz, axis=0)
     of_vectors = NormVectors(dbias, dgamma, dbeta)
-    return NormTailGradients(write(dz, want, dz_scale_inv), of_vectors)
+    return NormTailGradients(write(dz, want, dz_scale_inv), of_vectors, dsum)
 
 
 def _drop(y: Float[Array, "m n"], dropout: Dropout | None) -> Float[Array, "m n"]:

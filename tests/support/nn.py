@@ -1,6 +1,7 @@
 """What tests of modules and models share: variables, and sites in numpy."""
 
 import functools
+from typing import get_args
 
 import jax
 import ml_dtypes
@@ -8,6 +9,7 @@ import numpy as np
 
 from loka_jax import nn, scaling
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT, observed
+from loka_jax.normed import ActivationName
 from loka_jax.recipe import get_recipe
 from tests.support import oracle
 
@@ -19,7 +21,7 @@ FACTORS = np.float32([2.0**-8, 2.0**2, 2.0**-7])
 
 ACTIVATIONS = {
     name: lambda x, name=name: oracle.activate(name, x)[0]
-    for name in ("none", "relu", "swish", "hard_swish", "gelu")
+    for name in get_args(ActivationName)
 }
 
 

@@ -109,6 +109,14 @@ def activate(name, u):
             t = np.tanh(c * (u + 0.044715 * u**3))
             dt = (1 - t**2) * c * (1 + 3 * 0.044715 * u**2)
             return u * (1 + t) / 2, (1 + t) / 2 + u * dt / 2
+        case "exact_gelu":
+            share = (1 + np.vectorize(math.erf)(u / math.sqrt(2))) / 2
+            return u * share, share + u * np.exp(-(u**2) / 2) / math.sqrt(2 * math.pi)
+        case "tanh":
+            return np.tanh(u), 1 - np.tanh(u) ** 2
+        case "sigmoid":
+            s = (1 + np.tanh(u / 2)) / 2
+            return s, s * (1 - s)
 
 
 def _mean(x, norm, block=256):

@@ -6,7 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax.normed import bounded_scale_inv, norm_features, xhat_scale_inv
+from loka_jax.normed import (
+    Epilogue,
+    bounded_scale_inv,
+    norm_features,
+    xhat_scale_inv,
+)
 
 
 @pytest.mark.parametrize(
@@ -38,5 +43,8 @@ def test_a_bounded_scale_holds_what_gamma_and_beta_make_of_the_loudest(norm, fea
         (np.zeros_like(gamma), None, 448e-30),
     ):
         arrays = (None if v is None else jnp.asarray(v) for v in vectors)
-        found = bounded_scale_inv(norm, 400, *arrays)
+        arrays = [*arrays]
+        found = bounded_scale_inv(Epilogue(norm, "relu"), 400, *arrays)
         np.testing.assert_allclose(448 * found, expected, rtol=1e-6)
+        found = bounded_scale_inv(Epilogue(norm, "sigmoid"), 400, *arrays)
+        np.testing.assert_allclose(448 * found, max(expected, 1), rtol=1e-6)

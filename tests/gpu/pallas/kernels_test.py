@@ -1,6 +1,7 @@
 """The Pallas kernels on a GPU: real sizes, every config, repeated launches."""
 
 import functools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from loka_jax.fp8 import E4M3
-from loka_jax.normed import XHAT_SCALE_INV, Epilogue, Outputs
+from loka_jax.normed import XHAT_SCALE_INV, ActivationName, Epilogue, Outputs
 from loka_jax.pallas import fm_lcb_backward_layout as backward_layout
 from loka_jax.pallas import fm_lcb_layout as forward_layout
 from loka_jax.pallas.dense_norm import dense_norm
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 BF16 = jnp.bfloat16
 SWISH = Epilogue("layer", "swish")
-ACTIVATIONS = ("none", "relu", "swish", "hard_swish", "gelu")
+ACTIVATIONS = get_args(ActivationName)
 SHAPES = [(128, 128), (256, 256), (512, 256), (512, 512)]
 LARGE = 64 * 300
 

@@ -9,7 +9,7 @@ import pytest
 from flax import linen
 
 from loka_jax import nn
-from loka_jax.group import Group
+from loka_jax.group import Dense, Group
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT as STATES
 from loka_jax.nn import group as groups
 from loka_jax.nn.follow import following
@@ -72,16 +72,22 @@ def test_groups_are_found_in_code():
     assert [path for path, *_ in layers[1:]] == heads
 
 
-@pytest.mark.parametrize("plain", [MODELS[0], MODELS[3]], ids=["mlp", "transformer"])
+@pytest.mark.parametrize("plain", MODELS, ids=lambda m: type(m).__name__)
 def test_a_group_computes_what_its_sites_do(plain):
+    compare_in_group(plain)
+
+
+def compare_in_group(plain, **options):
+    """Asserts that groups by themselves compute what their sites do apart."""
     model = nn.convert(plain, recipe="bf16")
-    variables = initialized(plain, X)
-    sites = [x for x in nn.list_sites(model, X) if x.group is not None]
+    variables = initialized(plain, X, **options)
+    sites = [x for x in nn.list_sites(model, X, **options) if x.group is not None]
     grouped = {x.path: Choice.parse("group bf16") for x in sites}
     planned = nn.Planned(model, tuple(grouped.items()))
-    assert all(x.in_group for x in nn.list_sites(planned, X) if x.path in grouped)
+    listed = nn.list_sites(planned, X, **options)
+    assert all(x.in_group for x in listed if x.path in grouped)
     models = plain, model, planned
-    run = [jax.grad(functools.partial(loss, m)) for m in models]
+    run = [jax.grad(functools.partial(loss, m, **options)) for m in models]
     exact, apart, found = jax.jit(lambda v: [f(v, X) for f in run])(variables)
     largest = max(np.linalg.norm(x) for x in jax.tree.leaves(exact))
     for x, y, z in zip(*map(jax.tree.leaves, (exact, apart, found)), strict=True):
@@ -191,6 +197,73 @@ class Dropped(linen.Module):
         return x
 
 
+class Orders(linen.Module):
+    """Steps after products in orders that others write."""
+
+    @linen.compact
+    def __call__(self, x, train=True):
+        drop = functools.partial(linen.Dropout, 0.25, deterministic=not train)
+        x = x + drop()(linen.Dense(32, name="dropped")(x))
+        h = linen.gelu(linen.Dense(64, name="up")(linen.LayerNorm()(x)), False)
+        x = linen.LayerNorm()(x + drop()(linen.Dense(32, name="post")(h)))
+        x = x + linen.silu(linen.RMSNorm()(linen.Dense(32, name="last")(x)))
+        x = linen.LayerNorm()(jnp.tanh(linen.Dense(64, name="tanh")(x)))
+        sums = [linen.Dense(32, name=f"sum_{i}")(x) for i in range(2)]
+        x = linen.sigmoid(sums[0] + sums[1])
+        up, gate = (linen.Dense(64, False, name=name)(x) for name in ("a", "gate"))
+        x = linen.Dense(32, name="down")(drop()(linen.silu(gate) * up))
+        return x * linen.sigmoid(linen.Dense(32, name="own_gate")(x))
+
+
+def test_steps_are_found_in_every_order():
+    plain = Orders()
+    sites = listed(nn.convert(plain), X)
+    (group,) = {site.group for site in sites.values()}
+    found = [
+        (*layer, x.norm.order)
+        for layer, x in zip(layers_of(group), group.layers, strict=True)
+    ]
+    assert found == [
+        ("dropped", "none", "none", True, "norm_act_sum"),
+        (None, "layer", "none", False, "sum_norm_act"),
+        ("up", "none", "exact_gelu", False, "sum_norm_act"),
+        ("post", "layer", "none", True, "act_sum_norm"),
+        ("last", "rms", "swish", True, "norm_act_sum"),
+        ("tanh", "layer", "tanh", False, "act_norm"),
+        ("sum_0", "none", "none", False, "sum_norm_act"),
+        ("sum_1", "none", "sigmoid", True, "sum_norm_act"),
+        ("a", "none", "none", False, "sum_norm_act"),
+        ("gate", "none", "swish", True, "norm_act_mul"),
+        ("down", "none", "none", False, "sum_norm_act"),
+        ("own_gate", "none", "sigmoid", True, "norm_act_mul"),
+    ]
+    dropped = [x.member and x.member.path for x in group.layers if x.dropout]
+    assert dropped == ["dropped", "post", "gate"]
+    compare_in_group(plain, train=False)
+
+
+class Crossed(linen.Module):
+    """A cross network of full rank and one of low rank, beside a deep network."""
+
+    @linen.compact
+    def __call__(self, x):
+        x0 = x
+        for i in range(3):
+            h = linen.Dense(16, False, name=f"v_{i}")(x) if i else x
+            x = x0 * linen.Dense(32, name=f"u_{i}")(h) + x
+        return jnp.concatenate([x, linen.relu(linen.Dense(32, name="deep")(x0))], 1)
+
+
+def test_cross_networks_are_found_written_out():
+    plain = Crossed()
+    (group,) = {x.group for x in nn.list_sites(nn.convert(plain), X)}
+    cross, deep = sorted(group.layers, key=lambda x: isinstance(x, Dense))
+    paths = [[x.path for x in own] for own in cross.members]
+    assert paths == [["u_0"], ["v_1", "u_1"], ["v_2", "u_2"]]
+    assert cross.reads == deep.reads == 0 and deep.member.path == "deep"
+    compare_in_group(plain)
+
+
 def test_dropout_is_part_of_a_group_in_training():
     model = nn.convert(Dropped(), recipe="bf16")
     variables = initialized(model, X)
@@ -260,7 +333,7 @@ FOLLOWS = {
         lambda x: x / (1 + jnp.exp(-x)),
     ],
     "gelu": [linen.gelu],
-    "exact gelu": [
+    "exact_gelu": [
         functools.partial(linen.gelu, approximate=False),
         lambda x: x * (1 + jax.scipy.special.erf(x * np.float32(0.5**0.5))) / 2,
     ],
@@ -288,9 +361,20 @@ def test_activations_are_known_by_what_they_compute(name):
     assert not found(lambda x, b: x + 2 * b + x, jnp.ones(24))
 
 
+def flax_norm(layer, x, g, b):
+    parameters = {"scale": g} | ({} if layer is linen.RMSNorm else {"bias": b})
+    return layer(epsilon=0.02).apply({"params": parameters}, x)
+
+
 @pytest.mark.parametrize(
     "function, name, epsilon",
-    [(layer_norm, "layer", 1e-5), (wide_norm, "layer", 24), (rms_norm, "rms", 0.01)],
+    [
+        (layer_norm, "layer", 1e-5),
+        (wide_norm, "layer", 24),
+        (rms_norm, "rms", 0.01),
+        (functools.partial(flax_norm, linen.LayerNorm), "layer", 0.02),
+        (functools.partial(flax_norm, linen.RMSNorm), "rms", 0.02),
+    ],
 )
 def test_norms_are_known_by_what_they_compute(function, name, epsilon):
     (norm,) = found(function, jnp.ones(24), jnp.ones(24))

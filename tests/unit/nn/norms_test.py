@@ -1,6 +1,7 @@
 """Norms and activations by name against numpy, with random parameters."""
 
 import re
+from typing import get_args
 
 import chex
 import jax
@@ -84,7 +85,7 @@ def test_batch_norm_keeps_running_moments_for_evaluation():
     "module, attribute, choices",
     [
         (nn.Mlp((32,)), "norm", "none, layer, rms, block, batch"),
-        (nn.Mlp((32,)), "activation", "none, relu, swish, hard_swish, gelu"),
+        (nn.Mlp((32,)), "activation", ", ".join(get_args(nn.ActivationName))),
         (nn.Mlp((32,)), "implementation", "xla, pallas, triton, group, None"),
         (nn.Mlp((32,)), "input_norm", "none, rms"),
         (nn.NormDense(32), "norm", "none, layer, rms, block"),

@@ -27,7 +27,7 @@ def test_delayed_scales_are_of_every_site_and_change(plain):
     assert all(np.all(np.max(table, axis=-1) > 0) for table in tables)
 
 
-@pytest.mark.parametrize("plain", [MODELS[0], MODELS[3]], ids=["mlp", "transformer"])
+@pytest.mark.parametrize("plain", MODELS, ids=lambda m: type(m).__name__)
 def test_a_group_in_fp8_has_scales_under_scan_and_remat(plain):
     model = nn.convert(plain, recipe=DELAYED)
     sites = [x for x in nn.list_sites(model, X) if x.group is not None]

@@ -1,16 +1,20 @@
 """Groups as one operation: every form and recipe, by XLA and by Triton."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from loka_jax.group import Dense, Group, Member
+from loka_jax.measure import reference
 from loka_jax.normed import Epilogue
 from loka_jax.ops.group import run_group
 from loka_jax.ops.group_sites import LayerArrays
 from loka_jax.site import SiteSpec
+from loka_jax.unbiased import uniform
+from loka_jax.xla import ACTIVATIONS
 from tests import support
 from tests.support import hopper, tailed
 from tests.support.tailed import BF16_DRHS, DELAYED, CrossedCase, Form
@@ -31,6 +35,9 @@ FORMS = [
     Form("rms", "gelu", input_norm="layer", **ODD_FORM),
     Form("layer", "gelu", use_bias=True, dropout=0.25, **ODD_FORM),
     Form("none", "relu", use_bias=True, dropout=0.5),
+    Form("none", "tanh", use_bias=True),
+    Form("rms", "exact_gelu", **ODD_FORM),
+    Form("layer", "sigmoid"),
 ]
 # Each with the recipes of three layers: every recipe with every kind of layer.
 BY_LAYER = [
@@ -172,62 +179,127 @@ def test_inference_gives_the_results_of_training(rank, is_beside):
     tailed.assert_close(inference, trained, 3**0.5 * 2.6e-2)
 
 
-def graph():
-    """Returns a group of values that several layers read, and its parameters.
+class Graph(NamedTuple):
+    """Layers that read values of others, and their widths."""
 
-    x -> a; a and a residual x -> b; b -> c, d and e, a norm of b.
-    """
-    m, k, n = 47, 95, 79
-    sizes = {"a": (k, n), "b": (n, k), "c": (k, 32), "d": (k, 48)}
-    member = {name: Member(name, SiteSpec(m, *size)) for name, size in sizes.items()}
-    each = [
-        dict(reads=0, member=member["a"], norm=Epilogue("none", "swish")),
-        dict(reads=1, member=member["b"], norm=Epilogue("layer"), residual=0),
-        dict(reads=2, member=member["c"], norm=Epilogue("none")),
-        dict(reads=2, member=member["d"], norm=Epilogue("none", "swish")),
-        dict(reads=2, member=None, norm=Epilogue("rms", "gelu")),
-    ]
-    layers = tuple(Dense(**layer) for layer in each)
-    group = Group(rows=m, inputs=((k,),), layers=layers, outputs=(3, 4, 5))
-    arrays = tuple(
-        LayerArrays((support.normal(*size, seed=i) / size[0] ** 0.5,))
-        for i, size in enumerate(sizes.values())
-    )
-    gamma = 1 + support.normal(k, seed=7) / 4
-    vectors = dict(bias=support.normal(k, seed=8), gamma=gamma)
-    arrays = arrays[0], arrays[1]._replace(**vectors), *arrays[2:], LayerArrays()
-    return group, arrays, support.normal(m, k, seed=9)
+    layers: tuple[Dense, ...]
+    outputs: tuple[int, ...]
+    m: int = 47
 
 
-def equations(arrays, x):
-    """Returns what the group computes, in float32."""
-    a, b, c, d, _ = (layer.kernels[0] if layer.kernels else None for layer in arrays)
-    z = jax.nn.silu(x @ a) @ b + arrays[1].bias[None] + x
-    z = (z - z.mean(1, keepdims=True)) * jax.lax.rsqrt(z.var(1, keepdims=True) + 1e-6)
-    y = z * arrays[1].gamma[None]
-    normed = y * jax.lax.rsqrt(jnp.mean(y**2, axis=1, keepdims=True) + 1e-6)
-    return y @ c, jax.nn.silu(y @ d), jax.nn.gelu(normed)
+def layer(
+    reads, size, norm="none", activation="none", order="sum_norm_act", tag="", **options
+):
+    """Returns a layer of an input's size and another, or a norm alone."""
+    spec = None if size is None else SiteSpec(47, *size)
+    member = spec and Member(f"{reads}_{size[1]}_{options}{tag}", spec)
+    epilogue = Epilogue(norm, activation, order=order)
+    return Dense(reads=reads, member=member, norm=epilogue, **options)
 
 
-def graph_results(*, step=tailed.compiled, recipe="bf16", **options):
-    group, arrays, x = graph()
+K, N = 95, 79
+# x -> a; a and a residual x -> b; b -> c, d and e, a norm of b.
+READ_TWICE = Graph(
+    (
+        layer(0, (K, N), "none", "swish"),
+        layer(1, (N, K), "layer", residual=0),
+        layer(2, (K, 32)),
+        layer(2, (K, 48), "none", "swish"),
+        layer(2, None, "rms", "gelu"),
+    ),
+    outputs=(3, 4, 5),
+)
+ORDERS = Graph(
+    (
+        layer(0, (K, K), "none", "gelu", "norm_act_sum", residual=0, dropout=0.25),
+        layer(1, (K, K), "layer", "tanh", "act_sum_norm", residual=1),
+        layer(2, (K, N), "rms", "sigmoid", "act_norm", dropout=0.25),
+        layer(3, (N, K), "layer", "swish", "norm_act_sum", residual=2),
+        layer(4, (K, N), "none", "none", "norm_act_sum", residual=3, dropout=0.5),
+        layer(5, (N, N), "layer", "none", "act_sum_norm", residual=3, dropout=0.5),
+    ),
+    outputs=(4, 6),
+)
+
+# x W and gelu(x V), whose product a layer reads; gates by data, with a norm or neither.
+GATES = Graph(
+    (
+        layer(0, (K, N), "none", "none", tag="up"),
+        layer(0, (K, N), "none", "gelu", "norm_act_mul", residual=1, dropout=0.25),
+        layer(2, (N, K), "layer", "sigmoid", "norm_act_mul", residual=0),
+        layer(3, (K, K), "none", "none", "norm_act_mul", residual=3),
+    ),
+    outputs=(3, 4),
+)
+GRAPHS = dict(read_twice=READ_TWICE, orders=ORDERS, gates=GATES)
+
+
+def arrays_of(graph):
+    """Returns the parameters of the layers."""
+
+    def of(i, layer):
+        if layer.member is None:
+            return LayerArrays()
+        k, n = layer.member.spec.k, layer.member.spec.n
+        bias, gamma = support.normal(n, seed=8 + i), 1 + support.normal(n, seed=i) / 4
+        gamma = None if layer.norm.norm == "none" else gamma
+        return LayerArrays((support.normal(k, n, seed=i) / k**0.5,), bias, gamma)
+
+    return tuple(of(i, layer) for i, layer in enumerate(graph.layers))
+
+
+def equations(graph, arrays, x):
+    """Returns what the layers compute, in float32."""
+    values, words = [x], tailed.dropout_words(len(graph.layers))
+    for layer, own, random in zip(graph.layers, arrays, words, strict=True):
+        z = values[layer.reads]
+        z = z @ own.kernels[0] + own.bias[None] if own.kernels else z
+        r = 0.0 if layer.residual is None else values[layer.residual]
+        u = uniform(random, jnp.arange(graph.m), z.shape[1])
+        kept = jnp.where(u < layer.dropout, 0.0, 1 / (1 - layer.dropout))
+        gamma = 1.0 if own.gamma is None else own.gamma[None]
+        norm = lambda z: gamma * reference.normalize(z, layer.norm)[0]  # noqa: B023, E731
+        act = lambda z: kept * ACTIVATIONS[layer.norm.activation](z)  # noqa: B023, E731
+        match layer.norm.order:
+            case "sum_norm_act":
+                values.append(act(norm(z + r)))
+            case "norm_act_sum":
+                values.append(act(norm(z)) + r)
+            case "norm_act_mul":
+                values.append(act(norm(z)) * r)
+            case _:
+                values.append(norm(act(z) + r))
+    return tuple(values[i] for i in graph.outputs)
+
+
+def graph_operands(graph):
+    """Returns the parameters, the input, and the gradients of the outputs."""
+    values = equations(graph, arrays_of(graph), support.normal(graph.m, K, seed=99))
+    g = tuple(support.normal(*y.shape, seed=20 + i) for i, y in enumerate(values))
+    return arrays_of(graph), support.normal(graph.m, K, seed=9), g
+
+
+def graph_results(graph, *, step=tailed.compiled, recipe="bf16", **options):
+    layers, outputs, m = graph
+    group = Group(rows=m, inputs=((K,),), layers=layers, outputs=outputs)
     plans = [tailed.plan(recipe, *x.spec.gemm_sizes("fwd")) for x in group.members]
     states = tuple(tailed.state(recipe) for _ in plans)
+    options["words"] = tailed.dropout_words(len(layers))
 
     def run(operands, states):
         arrays, x = operands
-        layers = tuple((layer,) for layer in arrays)
-        return run_group(group, plans, ((x,),), layers, states, **options)
+        given = tuple((layer,) for layer in arrays)
+        return run_group(group, plans, ((x,),), given, states, **options)
 
-    g = tuple(support.normal(47, n, seed=20 + n) for n in (32, 48, 95))
-    return step(run, (arrays, x), states, g)
+    *operands, g = graph_operands(graph)
+    return step(run, tuple(operands), states, g)
 
 
-def test_values_that_several_layers_read_follow_the_equations():
-    (ours, gradients), _ = graph_results(implementation="xla")
-    _, arrays, x = graph()
-    theirs, pull = jax.vjp(equations, arrays, x)
-    g = tuple(support.normal(47, n, seed=20 + n) for n in (32, 48, 95))
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
+def test_values_that_several_layers_read_follow_the_equations(graph):
+    (ours, gradients), _ = graph_results(graph, implementation="xla")
+    arrays, x, g = graph_operands(graph)
+    theirs, pull = jax.vjp(functools.partial(equations, graph), arrays, x)
     # Roundings to bfloat16, 2^-9, of products and gradients, one after the other.
     tailed.assert_close(ours, theirs, 2.0**-7)
     tailed.assert_close(gradients, pull(g), 2.0**-6)
@@ -235,6 +307,7 @@ def test_values_that_several_layers_read_follow_the_equations():
 
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("recipe", ["bf16", DELAYED])
-def test_values_that_several_layers_read_are_the_same_by_triton(recipe):
-    results = functools.partial(graph_results, recipe=recipe)
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
+def test_values_that_several_layers_read_are_the_same_by_triton(graph, recipe):
+    results = functools.partial(graph_results, graph, recipe=recipe)
     tailed.assert_triton_gives_the_results_of_xla(results, LIMITS[recipe])

@@ -16,7 +16,7 @@ from loka_jax.normed import Epilogue, NormVectors
 from loka_jax.ops import embedding
 from loka_jax.optim.rows import Adam, RowwiseAdagrad, Sgd
 from loka_jax.packed import Packing
-from loka_jax.tails import Forms, Outer, Scale, Scaled
+from loka_jax.tails import Forms, Outer, Scale, Scaled, TailResiduals
 from loka_jax.triton import (
     dot_features,
     matmul,
@@ -197,13 +197,26 @@ def join(at):
 
 def norm(at, name):
     vectors = NormVectors(None, at.row) if name == "rms" else NormVectors(at.row)
-    options = dict(epilogue=Epilogue(name, "swish"), want=ALL, y_scale_inv=at.scale)
+    activation = {"none": "exact_gelu", "block": "tanh"}.get(name, "swish")
+    options = dict(epilogue=Epilogue(name, activation), want=ALL, y_scale_inv=at.scale)
     return tails.norm_tail([at.z, Scaled(at.x)], vectors, **options)
+
+
+def norm_backward(at, name, order):
+    """Returns gradients behind an activation in an order, of whole rows or none."""
+    epilogue = Epilogue(name, "swish", order=order)
+    vectors = NormVectors(at.row, at.row) if name == "rms" else NormVectors(at.row)
+    kept = TailResiduals(at.x, at.column, at.x, at.z)
+    kept = kept._replace(**{"argument" if epilogue.multiplies else "factor": None})
+    options = dict(epilogue=epilogue, want=GRADIENT, dz_scale_inv=at.scale)
+    return tails.norm_tail_backward([at.z], kept, vectors, **options)
 
 
 @pytest.mark.parametrize(
     "f, access",
     [
+        (lambda a: norm_backward(a, "rms", "act_sum_norm"), STORES),
+        (lambda a: norm_backward(a, "none", "norm_act_mul"), STORES),
         (lambda a: cross(a, ALL, [a.z] * 3, a.z, a.row), STORES),
         (lambda a: cross(a, GRADIENT, [a.z8] * 3, a.z8, **WITH_SUM), STORES),
         (lambda a: cross(a, GRADIENT, [a.outer, a.z8], a.z8, **WITH_SUM), STORES),
@@ -216,7 +229,8 @@ def norm(at, name):
 def test_programs_of_tails_do_not_spill(f, access):
     def run(x, x8, scales, column, row):
         first, second, scale = (Scale(scales, i) for i in (3, 5, 7))
-        at = SimpleNamespace(x=x, row=row, scale=scale, outer=Outer(column, row))
+        outer = Outer(column, row)
+        at = SimpleNamespace(x=x, row=row, column=column, scale=scale, outer=outer)
         at.z, at.z8 = Scaled(x, (first, second)), Scaled(x8, (first,))
         return f(at)
 

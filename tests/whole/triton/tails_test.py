@@ -12,7 +12,15 @@ import pytest
 from loka_jax import fp8, xla
 from loka_jax.fp8 import E4M3, E5M2
 from loka_jax.normed import Epilogue, NormVectors
-from loka_jax.tails import Forms, Outer, Scale, Scaled, Written
+from loka_jax.tails import (
+    Dropout,
+    Forms,
+    Outer,
+    Scale,
+    Scaled,
+    TailResiduals,
+    Written,
+)
 from loka_jax.triton import tails
 from tests import support
 from tests.support.triton import anywhere, interpreted, on_gpu, skip_without_triton
@@ -163,9 +171,12 @@ def test_gradients_of_features_are_those_of_xla(
         ((64, 512), "block", "hard_swish", None),
         ((47, 79), "block", "swish", None),
         ((33, 257), "none", "gelu", None),
+        ((33, 80), "none", "exact_gelu", None),
+        ((48, 80), "none", "tanh", None),
         ((32, 336), "layer", "gelu", None),
         ((47, 79), "layer", "hard_swish", None),
         ((48, 80), "rms", "relu", None),
+        ((48, 80), "layer", "sigmoid", None),
         ((40, 1200), "rms", "none", None),
         # Tiles narrower than a row, whose statistics a kernel before computes.
         ((47, 79), "layer", "gelu", NARROW),
@@ -188,6 +199,43 @@ def test_norm_tails_and_their_gradients_are_those_of_xla(shape, norm, activation
     ours = tails.norm_tail_backward(*args, **options, tile=tile)
     row = shape[1:]
     assert_as_by_xla(ours, xla.norm_tail_backward, *args, row=row, **options)
+
+
+@anywhere_
+@pytest.mark.parametrize(
+    "order, norm, activation, tile",
+    [
+        ("norm_act_sum", "rms", "gelu", None),
+        ("norm_act_sum", "none", "none", None),
+        ("act_sum_norm", "layer", "sigmoid", None),
+        ("act_sum_norm", "rms", "none", NARROW),
+        ("act_norm", "layer", "relu", NARROW),
+        ("norm_act_mul", "layer", "swish", NARROW),
+        ("norm_act_mul", "none", "exact_gelu", None),
+    ],
+)
+def test_orders_of_norm_tails_are_those_of_xla(order, norm, activation, tile):
+    shape = 47, 79
+    bias, gamma, beta = (support.normal(shape[1], seed=seed) for seed in (3, 6, 7))
+    affine = (1 + gamma / 4, beta) if norm != "none" else ()
+    vectors, epilogue = NormVectors(bias, *affine), Epilogue(norm, activation, 0, order)
+    z, r = _product(shape, 0), support.normal(*shape, seed=1, dtype=jnp.bfloat16)
+    words = jnp.array([0x12345678, 0x9ABCDEF0], jnp.uint32)
+    rest = vectors, Dropout(words, 0.25)
+    forms = (dataclasses.replace(x, shape=shape, padded=True) for x in (ALL, GRADIENT))
+    options = dict(epilogue=epilogue, want=next(forms), y_scale_inv=SCALE_INV)
+    options["xhat"] = jnp.bfloat16
+    args = [z, Scaled(r)][: 1 + (order != "act_norm")], *rest
+    ours = tails.norm_tail(*args, **options, tile=tile)
+    assert_as_by_xla(ours, xla.norm_tail, *args, **options)
+    residuals = ours.residuals
+    if norm == activation == "none":
+        residuals = TailResiduals()
+    options = dict(epilogue=epilogue, want=next(forms), dz_scale_inv=SCALE_INV)
+    args = [_product(shape, 4)], residuals, *rest
+    ours = tails.norm_tail_backward(*args, **options, tile=tile)
+    assert (ours.residual is not None) == (order in ("act_sum_norm", "norm_act_mul"))
+    assert_as_by_xla(ours, xla.norm_tail_backward, *args, row=shape[1:], **options)
 
 
 @anywhere_
