@@ -73,6 +73,26 @@ SPEED = {
     "whole_steps_h200": _whole_steps("h200", _WUKONG + _XL + _REST),
     "wide_training": _wide_models("training"),
     "wide_inference": _wide_models("inference"),
+    "towers": Table(
+        file="towers_h200",
+        first="3072-3072-1536, swish, 8,192 rows",
+        rows="LayerNorm, training = tower layer | training; "
+        "LayerNorm, inference = tower layer | inference; "
+        "RMSNorm, training = tower rms | training; "
+        "RMSNorm, inference = tower rms | inference; "
+        "no norm, training = tower none | training; "
+        "no norm, inference = tower none | inference",
+        columns=numbers(
+            "runs.model={0}.programs.{1} $.us",
+            "XLA bf16, us = xla bf16; kernels bf16, us = ours bf16; "
+            "kernels FP8, us = ours fp8",
+        )
+        | gains(
+            "runs.model={0}.programs.{1} xla bf16.us",
+            "runs.model={0}.programs.{1} ours fp8.us",
+            "FP8 over XLA bf16",
+        ),
+    ),
     "recipes_wukong_xl": _recipes("recipes_wukong_xl_h200", "4,096"),
     "recipes_dcnv2": _recipes("recipes_mlperf_dcnv2_h100", "65,536", "8,192"),
     "torch": Table(
@@ -273,6 +293,28 @@ QUALITY = {
             "at 4,000 steps = valid_ne.4000; at 20,000 steps = valid_ne.20000; "
             "on test examples = final_eval.ne",
             digits=5,
+        ),
+    ),
+    "public": Table(
+        file="public_models_h200",
+        first="us",
+        rows="DLRM, LayerNorm, training = dlrm norm | training; "
+        "DLRM, LayerNorm, inference = dlrm norm | inference; "
+        "DLRMResNet, training = dlrm resnet | training; "
+        "DLRMResNet, inference = dlrm resnet | inference; "
+        "DLRM-DCNv2, training = recml | training; "
+        "DLRM-DCNv2, inference = recml | inference; "
+        "five layers, training = five 3000 | training; "
+        "five layers, inference = five 3000 | inference",
+        columns=numbers(
+            "models.{0}.us.{1} $.us",
+            "as written = written; converted, no option = default; "
+            "converted, bf16 = bf16; converted, FP8 everywhere = fp8",
+        )
+        | gains(
+            "models.{0}.us.{1} written.us",
+            "models.{0}.us.{1} default.us",
+            "no option over as written",
         ),
     ),
     "converted": Table(
