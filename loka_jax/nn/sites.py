@@ -8,7 +8,7 @@ returns the announced sites, before anything is compiled.
 import collections
 import dataclasses
 import functools
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -171,6 +171,21 @@ def list_sites(module: Any, *args, **kwargs) -> tuple[Site, ...]:
     """
     with site_context(is_listing=True):
         program = _trace(module, args, kwargs)
+    return _listed(program)
+
+
+def sites_of(function: Callable[..., Any], *args: Any) -> tuple[Site, ...]:
+    """Returns the sites of the models that a function calls, as `list_sites` does.
+
+    The function is traced, and nothing is computed.
+    """
+    with site_context(is_listing=True):
+        program = jax.make_jaxpr(function)(*args)
+    return _listed(program)
+
+
+def _listed(program: jex.ClosedJaxpr) -> tuple[Site, ...]:
+    """Returns the sites of a program with marks."""
     # By the program, as layers are traced more often than they run, or not again.
     counts: collections.Counter[Hashable] = collections.Counter()
     sites: dict[Hashable, Site] = {}

@@ -11,7 +11,6 @@ from loka_jax import jsonfile
 from loka_jax.commands import command
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch.at_start import tune_at_start
-from loka_jax.dispatch.candidates import why_no_fp8, why_not
 from loka_jax.dispatch.first_use import (
     CheckedPlan,
     as_if_accurate,
@@ -22,9 +21,8 @@ from loka_jax.dispatch.first_use import (
 from loka_jax.dispatch.local import Local, local_performance, performance_of
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.dispatch.runnable import why_not_runnable
 from loka_jax.nn import Site
-from loka_jax.ops.device import local_device
-from loka_jax.site import BF16
 from loka_jax.train.config import LOOK_EVERY, Config
 
 AUTO, TUNE, OFF = "auto", "tune", "off"
@@ -176,20 +174,6 @@ def _is_plan(path: pathlib.Path) -> bool:
 
 
 def _runnable(plan: DispatchPlan, source: str, sites: Sequence[Site]) -> DispatchPlan:
-    choices = dict(plan.choices)
-    kernels = [where for where, choice in plan.choices if choice.provider != "xla"]
-    if kernels and local_device().why_not_pallas is not None:
-        raise ValueError(
-            f"{source} has kernels for a Hopper GPU at {', '.join(kernels)}, and this "
-            "machine has none: leave --plan out, or give --plan off."
-        )
-    for site in sites:
-        choice = choices.get(site.path, BF16)
-        reason = why_no_fp8(local_device()) if choice.is_fp8 else None
-        if site.path in kernels:
-            reason = reason or why_not(choice, site.spec)
-        if reason is not None:
-            raise ValueError(
-                f"{source}: {choice.name} cannot run at {site.path}: {reason}."
-            )
+    if reason := why_not_runnable(plan, sites):
+        raise ValueError(f"{source}: {reason}: leave --plan out, or give --plan off.")
     return plan
