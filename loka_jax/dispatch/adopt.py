@@ -351,4 +351,4 @@ def _devices(batch: Any) -> int:
 def _table(plan: DispatchPlan, notes: Sequence[str], sites: Sequence[Site]) -> str:
     out = io.StringIO()
     print_plan(Console(file=out, width=100), plan, notes, sites)
-    return out.getvalue().rstrip()
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())

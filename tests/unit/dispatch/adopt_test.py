@@ -1,6 +1,7 @@
 """One call plans a model of one's own by its live errors, and sets its scales."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +11,14 @@ import pytest
 from flax import linen
 
 from loka_jax import nn
-from loka_jax.dispatch import adopt as adopt_lib
 from loka_jax.dispatch.adopt import adopt
-from loka_jax.dispatch.local import Local
-from loka_jax.dispatch.performance import PerformanceModel
-from loka_jax.dispatch.table import Table
-from loka_jax.measure.timing import Timing
+from loka_jax.dispatch.policy import Limits
 from loka_jax.scaling import DelayedScaling
 from loka_jax.site import BF16
-from tests.support.dispatch import HEADER, EverySite
+from tests.support.adopting import DELAYED, Gpu, stood_in
 from tests.support.nn import rounded
 
 pytestmark = pytest.mark.usefixtures("as_users_do")
-
-DELAYED = "xla fp8_tensorwise_delayed"
-FAST = {BF16.name: 2.0, DELAYED: 1.0}
 
 
 class Ranker(linen.Module):
@@ -51,32 +45,20 @@ def ranker():
     return model, model.init(jax.random.key(0), BATCHES[0][0])
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """Stands in for a GPU; `times` are those of any site, `steps` of whole steps."""
-    stand_in = dict(times=FAST, steps={"bf16": 300.0, "plan": 200.0})
-
-    def local_performance():
-        table = Table(HEADER, EverySite(stand_in["times"]))
-        return Local(PerformanceModel.of(table))
-
-    def time_chains(chains, **options):
-        for chain in chains.values():
-            jax.block_until_ready(chain(1))
-        return {x: Timing.of([stand_in["steps"][x]]) for x in chains}
-
-    monkeypatch.setattr(adopt_lib, "local_performance", local_performance)
-    monkeypatch.setattr(adopt_lib, "time_chains", time_chains)
-    return stand_in
-
-
 def choices(adopted):
     return {path: choice.name for path, choice in adopted.plan.choices}
 
 
-def test_a_model_leaves_in_fp8_with_its_scales_set(ranker, gpu):
+def adopted_on(gpu, ranker, said=None, **options):
+    """Returns what a GPU adopts, which says what is said there."""
+    with stood_in(gpu):
+        say = (lambda text: None) if said is None else said.append
+        return adopt(*ranker, loss, BATCHES, say=say, **options)
+
+
+def test_a_model_leaves_in_fp8_with_its_scales_set(ranker):
     said = []
-    adopted = adopt(*ranker, loss, BATCHES, say=said.append)
+    adopted = adopted_on(Gpu(), ranker, said)
     # What a head reads has no FP8 in its dlhs, and no candidate without was timed.
     assert choices(adopted) == {"Dense_0": DELAYED, "Dense_1": BF16.name}
     (table,) = jax.tree.leaves(adopted.variables[nn.OVERWRITE_WITH_GRADIENT])
@@ -98,3 +80,50 @@ def test_a_model_leaves_in_fp8_with_its_scales_set(ranker, gpu):
     updates, _ = optimizer.update(gradients(variables, BATCHES[0])[0], state, variables)
     after = optax.apply_updates(variables, updates)
     assert np.isfinite(loss(model, after, BATCHES[0])[0])
+
+
+def test_a_plan_is_a_file_of_a_model_and_its_device(ranker, tmp_path):
+    path = tmp_path / "plan.json"
+    adopted = adopted_on(Gpu(), ranker)
+    adopted.save(path)
+    followed = adopt(*ranker, loss, BATCHES, plan=path, say=print)
+    assert choices(followed) == choices(adopted) and f"{path}" in followed.sentence
+    assert jax.tree.leaves(followed.variables[nn.OVERWRITE_WITH_GRADIENT])
+    # Of other rows, of another device, and what is no plan.
+    halves = [jax.tree.map(lambda x: x[:32], batch) for batch in BATCHES]
+    with pytest.raises(ValueError, match="64 x .* and here is 32 x .*leave `plan` out"):
+        adopt(*ranker, loss, halves, plan=path)
+    text = path.read_text()
+    path.write_text(text.replace('"kernels": "', '"kernels": "0'))
+    with pytest.raises(ValueError, match="the kernels have changed since"):
+        adopt(*ranker, loss, BATCHES, plan=path)
+    path.write_text(text[: len(text) // 2])
+    with pytest.raises(ValueError, match="not a plan of adopt"):
+        adopt(*ranker, loss, BATCHES, plan=path)
+    path.write_text(text.replace(DELAYED, "pallas bf16"))
+    with pytest.raises(ValueError, match="kernels for a Hopper GPU at Dense_0"):
+        adopt(*ranker, loss, BATCHES, plan=path)
+
+
+@pytest.mark.parametrize(
+    "gpu, options, text",
+    [
+        (Gpu(plan_us=299.0), {}, "would not be computed faster"),
+        (Gpu({BF16.name: 2.0, DELAYED: 1.95}), {}, "no kernel in FP8 is faster"),
+        (Gpu(), {"limits": Limits(healthy=0.01)}, r"above the limits \(Dense_0: "),
+    ],
+)
+def test_what_keeps_fp8_out_is_said(ranker, gpu, options, text):
+    adopted = adopted_on(gpu, ranker, **options)
+    assert not any(choice.is_fp8 for _, choice in adopted.plan.choices)
+    assert adopted.sentence.startswith("No site runs in FP8: ")
+    assert re.search(text, adopted.sentence)
+
+
+def test_without_a_gpu_the_model_runs_as_it_was_given(ranker):
+    adopted = adopt(*ranker, loss, BATCHES, say=lambda text: None)
+    assert "a CPU only emulates it" in adopted.sentence and not adopted.plan.choices
+    with pytest.raises(ValueError, match="was given 2 batches.* give it more"):
+        adopt(*ranker, loss, BATCHES[:2])
+    with pytest.raises(ValueError, match="Linen model must be all that init"):
+        adopt(ranker[0], None, loss, BATCHES)
