@@ -11,13 +11,14 @@ from loka_jax import jsonfile
 from loka_jax.commands import command
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch.at_start import tune_at_start
+from loka_jax.dispatch.entering import entering
 from loka_jax.dispatch.first_use import (
     CheckedPlan,
     as_if_accurate,
     check_plan,
-    sites_us,
     without_errors,
 )
+from loka_jax.dispatch.learned import kept_errors
 from loka_jax.dispatch.local import Local, local_performance, performance_of
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
@@ -26,8 +27,6 @@ from loka_jax.nn import Site
 from loka_jax.train.config import LOOK_EVERY, Config
 
 AUTO, TUNE, OFF = "auto", "tune", "off"
-# What checking kernels and compiling more steps take; 310 s in Wukong M on an H100.
-OBSERVING_SECONDS = 300.0
 
 
 class ChosenPlan(NamedTuple):
@@ -49,7 +48,9 @@ def choose_plan(
 ) -> ChosenPlan:
     """Returns the plan that `--plan` asks for.
 
-    A run is observed if FP8 that only lacks known errors would save minutes.
+    Errors that an earlier run of the same has kept count as its own. A run is observed
+    if it enters FP8 by these; and if FP8 that only lacks known errors would save more
+    of the run than it takes to find out.
 
     Args:
         source: the name of its operands, whose errors count (`Config.source`).
@@ -74,6 +75,8 @@ def choose_plan(
     make_plan = functools.partial(plans.make_plan, sites, **rules)
     if performance is None:
         return ChosenPlan(make_plan(None), notes)
+    kept = kept_errors(source, sites)
+    make_plan = functools.partial(make_plan, errors=kept)
 
     def checked(performance: PerformanceModel, **errors: Any) -> CheckedPlan:
         make = functools.partial(make_plan, **errors)
@@ -86,33 +89,34 @@ def choose_plan(
         return chosen._replace(performance=promoted.performance)
     if every == 0 or jax.process_count() > 1:  # others review no plan
         return chosen
-    gain = functools.partial(_gain, sites, steps, options.limits.speedup)
-    hope = as_if_accurate(without_errors(sites, performance, source))
-    if gain(plan, make_plan(performance, errors=hope), performance) is None:
+    if any(choice.is_fp8 and path in kept for path, choice in plan.choices):
+        note = (
+            "Errors that an earlier run has kept count, and Probe observes every "
+            f"{LOOK_EVERY}th step, by which they are judged."
+        )
+        return chosen._replace(notes=(*chosen.notes, note), is_observed=True)
+    unknown = [site for site in sites if site.path not in kept]
+    hope = kept | as_if_accurate(without_errors(unknown, performance, source))
+    fast = make_plan(performance, errors=hope)
+    worth = entering(sites, performance, plan, fast, steps, is_observed=False)
+    if worth.saves <= 0:
         return chosen
+    if not worth.pays:
+        note = (
+            f"The errors of its FP8 are not known: {worth}, so that this run does not "
+            f"look for them (--probe.every {LOOK_EVERY} does, for later runs too)."
+        )
+        return chosen._replace(notes=(*chosen.notes, note))
     fast, performance, _ = checked(performance, errors=hope)
-    faster = gain(make_plan(performance), fast, performance)
-    if faster is None:
+    plan = make_plan(performance)
+    worth = entering(sites, performance, plan, fast, steps, is_observed=False)
+    if not worth.pays:
         return chosen
     note = (
-        f"Probe observes every {LOOK_EVERY}th step: once errors are known, FP8 may "
-        f"make the sites {faster:.2f} times as fast (--probe.every 0 observes none)."
+        f"Probe observes every {LOOK_EVERY}th step, until the errors of its FP8 are "
+        f"known: {worth} (--probe.every 0 observes none)."
     )
     return ChosenPlan(plan, (*chosen.notes, note), performance, is_observed=True)
-
-
-def _gain(
-    sites: Sequence[Site],
-    steps: int,
-    speedup: float,
-    plan: DispatchPlan,
-    faster: DispatchPlan,
-    performance: PerformanceModel,
-) -> float | None:
-    """Returns how many times faster a plan is; None if observing would not pay."""
-    now, then = (sites_us(x, sites, performance) for x in (plan, faster))
-    saves = (now - then) * steps / 1e6 >= OBSERVING_SECONDS
-    return now / then if then and saves and now >= speedup * then else None
 
 
 def resumed_plan(config: Config, value: Any, sites: Sequence[Site]) -> ChosenPlan:

@@ -308,7 +308,7 @@ def test_a_new_plan_is_followed_recorded_and_saved(monkeypatch, watched):
     made = make_loop(steps=9, eval_every=4, progress=earlier)
     said = ("site: left FP8",)
 
-    def review(run, probe, progress):
+    def review(run, probe, progress, say):
         if len(progress.changes) == 1:
             progress = dataclasses.replace(progress, unsafe=("site",))
             return replan.Change(PLAN, said, progress)
