@@ -17,7 +17,7 @@ from loka_jax import jsonfile
 from loka_jax.commands import as_commands
 from loka_jax.data import Position
 from loka_jax.dispatch.plan import as_json
-from loka_jax.dispatch.printing import print_plan, print_sites
+from loka_jax.dispatch.printing import plain, print_plan, print_sites
 from loka_jax.report.run_page import write_run_page
 from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train import next_day
@@ -233,6 +233,8 @@ def _print_run(run: Run, console: Console):
         console.print(used_devices(*run.placement.shape))
     print_sites(console, run.running_sites)
     print_plan(console, run.plan, run.plan_notes, run.sites)
+    if run.outlook:
+        console.print(plain(run.outlook))
     if config.run.profile_steps().start >= run.total_steps:
         raise ValueError(
             f"--profile {config.run.profile} starts after the run's last step "
