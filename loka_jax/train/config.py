@@ -24,7 +24,7 @@ from loka_jax.nn import Converted, ProbeConfig
 from loka_jax.optim import OptimConfig
 from loka_jax.options import option_of, require
 from loka_jax.probe.live_errors import RECIPES
-from loka_jax.recipe import INITIALIZED, get_recipe
+from loka_jax.recipe import get_recipe
 from loka_jax.train.mesh.devices import (
     CollectivesConfig,
     MeshConfig,
@@ -265,11 +265,6 @@ class Config:
         require(0 <= self.seed < 2**31, "--seed", self.seed, "in 0..2147483647")
         _check_kind(self.model)
         get_recipe(self.model.recipe)
-        if self.model.recipe.endswith(INITIALIZED):
-            raise ValueError(
-                f"--recipe {self.model.recipe} needs initialized scales: leave out "
-                f"{INITIALIZED!r}; training switches to it by itself."
-            )
         _check_model(self.model)
         require_averages(self.mesh, self.optim, self.embedding)
         count, every = self.loop.steps_per_call, self.mesh.sync_every

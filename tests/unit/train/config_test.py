@@ -89,7 +89,6 @@ NAN = float("nan")
         (lambda: dlrm(name="../a"), "letters, digits and any of"),
         (lambda: dlrm(dropout_rate=NAN), "--dropout-rate nan must be in [0, 1)."),
         (lambda: dlrm(top_mlp=(8, 0)), "--top-mlp (8, 0) must be positive."),
-        (lambda: dlrm(recipe=f"{DELAYED}:initialized"), "leave out ':initialized'"),
         (lambda: dlrm(recipe="fp8_rowise"), "did you mean 'fp8_rowwise'"),
         (lambda: RunOptions(profile="5:0"), "must be START:STEPS"),
         (lambda: RunOptions(watchdog=1e6 + 1), "at most 1,000,000"),
