@@ -25,7 +25,9 @@ from loka_jax.recipe import ROLES
 from loka_jax.terminal import printable
 
 _MOST_COLUMNS = 100  # of a table
+_LEAST_WIDTH = 10  # of a column that may be wrapped
 _MOST_NUMBERS = 4  # of layers, named one by one
+_LONGEST_LINE = 30  # of a path
 _NUMBER = re.compile(r"(\d+)")
 
 
@@ -48,6 +50,7 @@ def print_table(
         Column(
             name,
             no_wrap=name not in wrapped,
+            min_width=_LEAST_WIDTH if name in wrapped else None,
             overflow="fold",
             justify="right" if name in numbers else "left",
         )
@@ -70,7 +73,7 @@ def print_sites(console: Console, sites: tuple[Site, ...]):
     heads = ("site", "m x k x n", "role", "what runs", "why not FP8")
     found = ((site.path, _site_cells(site), site) for site in sites)
     rows = (
-        ((path, *(Text(x) for x in cells)), not alike[0].is_fp8)
+        ((_lines(path), *(Text(x) for x in cells)), not alike[0].is_fp8)
         for path, cells, alike in folded(found)
     )
     print_table(console, title, heads, rows, wrapped=("what runs", "why not FP8"))
@@ -111,14 +114,25 @@ def print_plan(
     )
     rows = []
     for path, (choice, speed, reason, _), alike in folded(found):
-        cells = path, choice, speed, _errors(alike), reason, alike[0].runner_up or ""
+        why = reason, alike[0].runner_up or ""
+        cells = _lines(path), choice, speed, _errors(alike), *why
         rows.append((cells, not alike[0].choice.is_fp8))
-    wrapped = ("site", "choice", "why", "runner-up")
+    wrapped = ("choice", "why", "runner-up")
     print_table(console, "Dispatch", heads, rows, wrapped=wrapped)
     console.print(
         "Speed: of the whole site, relative to XLA's bfloat16; measured, or predicted "
         "where its uncertainty is given. Error: relative L2 of the worst FP8 product."
     )
+
+
+def _lines(path: str) -> Text:
+    """Returns a path on lines that leave room for other columns."""
+    lines = [""]
+    for part in re.split(r"(?<=/)", printable(path)):
+        if lines[-1] and len(lines[-1]) + len(part) > _LONGEST_LINE:
+            lines.append("")
+        lines[-1] += part
+    return Text("\n".join(lines))
 
 
 def _speed(decision: Decision) -> str:
