@@ -140,8 +140,7 @@ def adopt(
             f"from {LEAST_STEPS:.0f} on: give it more."
         )
     of_loss = loss_of(model, variables, loss)
-    share = 1 / _devices(batches[0])
-    sites = [with_rows(site, share) for site in of_loss.sites(batches[0])]
+    sites = _on_a_device(of_loss.sites(batches[0]), batches[0])
     if plan is not None:
         followed = _read(pathlib.Path(plan), sites)
         sentence = f"The plan of {plan} is followed."
@@ -337,6 +336,12 @@ def _difference(saved: Mapping[str, str], here: Mapping[str, str]) -> str | None
         if then != now:
             return f"in which {path} was {then}, and here is {now}"
     return None
+
+
+def _on_a_device(sites: Sequence[Site], batch: Any) -> list[Site]:
+    """Returns the sites with the rows that one device has of a batch."""
+    share = 1 / _devices(batch)
+    return [site if site.is_local else with_rows(site, share) for site in sites]
 
 
 def _devices(batch: Any) -> int:

@@ -3,9 +3,9 @@
     LinenLoss   loss(model, variables, batch), of a Linen model, converted or planned
     NnxLoss     loss(model, batch), of an NNX model of `nn.convert`
 
-The loss calls the model as its training step does. What Dispatch needs beside is handed
-to the model as further collections, which the loss does not see: it is differentiated
-with respect to these alone.
+The loss calls the model as its training step does. What Probe needs beside is handed
+to the model as a further collection, which the loss does not see: it is differentiated
+with respect to it alone.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from loka_jax.nn.observed import is_of_site
 from loka_jax.nn.overwriting import next_table
 from loka_jax.probe import live_errors
 from loka_jax.probe.live_errors import LiveErrors
-from loka_jax.probe.site import Capture
+from loka_jax.probe.site import ErrorsAlone
 from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice
 
 RECIPES = live_errors.RECIPES  # whose live errors are measured
-_OBSERVER = Capture(max_rows=16, recipes=tuple(map(get_recipe, RECIPES)))
+_OBSERVER = ErrorsAlone(recipes=tuple(map(get_recipe, RECIPES)))
 
 type Choices = Mapping[str, Choice]
 
@@ -99,8 +99,7 @@ class LinenLoss:
                 return self._loss(seeing, variables, batch)
 
             with nn.probing(_OBSERVER):
-                seen = nn.by_path(jax.grad(told)(stats))
-            return {path: sample.errors for path, sample in seen.items()}
+                return nn.by_path(jax.grad(told)(stats))
 
         return _over(observe, self.variables, batches)
 
@@ -114,7 +113,7 @@ class LinenLoss:
 
         def after(scales: Any, variables: Any, batch: Any) -> Any:
             def told(scales: Any) -> Array:
-                return self._loss(_With(model, {name: scales}), variables, batch)
+                return self._loss(model, {**variables, name: scales}, batch)
 
             return jax.tree.map(next_table, scales, jax.grad(told)(scales))
 
@@ -221,7 +220,7 @@ class NnxLoss:
                 seen = jax.grad(told)(_at_step(stats, step))
             sites = _nnx_sites(nnx.merge(graph, seen, rest))
             return {
-                path: site.stats.get_value().errors
+                path: site.stats.get_value()
                 for path, site in sites
                 if site.stats is not None
             }

@@ -17,6 +17,7 @@ import jax.extend.core as jex
 from loka_jax.group import Cross, Group
 from loka_jax.nn.context import current, site_context
 from loka_jax.ops.fm_lcb import FmLcbPlan
+from loka_jax.ops.mesh_axes import manual_axes
 from loka_jax.ops.plan import KernelPlan, describe
 from loka_jax.recipe import ROLES, Role
 from loka_jax.site import SiteSpec
@@ -40,6 +41,7 @@ class Site:
             or by a layer that is shared.
         group: the sites that it may run with as one operation; None for none.
         share: of the forward pass's FLOPs of all listed products, from 0 to 1.
+        is_local: its rows are those of one device, under `shard_map`.
     """
 
     path: str
@@ -51,6 +53,7 @@ class Site:
     count: int = 1
     group: Group | None = None
     share: float = dataclasses.field(default=0.0, compare=False)
+    is_local: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def flops(self) -> int:
@@ -159,6 +162,7 @@ class Site:
 def announce(module: Any, plan: KernelPlan, **attributes):
     """Marks a site in the program, if `list_sites` traces it."""
     if current().is_listing:
+        attributes["is_local"] = bool(manual_axes())
         _mark.bind(site=Site(path="/".join(module.path), plan=plan, **attributes))
 
 
