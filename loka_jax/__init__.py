@@ -18,7 +18,7 @@ PUBLIC = (
     *("fp8", "recipe", "scaling", "site", "quality"),
     *("ops.matmul", "ops.embedding", "ops.collectives", "ops.exchange"),
     *("probe.site", "probe.sampling"),
-    *("dispatch.plan", "dispatch.policy", "dispatch.local", "dispatch.at_start"),
+    *("dispatch.adopt", "dispatch.plan", "dispatch.policy", "dispatch.local"),
     "dispatch.site_table",
 )
 

@@ -99,8 +99,9 @@ class Recipe:
         fwd, dlhs, drhs: the FP8 casts of each role; None runs it in `compute_dtype`.
         amax_history_length: steps that a delayed scale looks back.
         margin: bits of headroom of a delayed scale above the largest amax seen.
-        scales_initialized: every delayed scale is initialized, so the guard for first
-            steps is left out (see `scaling.delayed_scale_inv`).
+        scales_initialized: every delayed scale is set, so the guard for first steps is
+            left out (see `scaling.delayed_scale_inv`). Who sets them says so: a run
+            after its first steps, or `dispatch.adopt`.
     """
 
     name: str
@@ -147,23 +148,16 @@ class Recipe:
         )
 
 
-# Suffix of a recipe's name, see `Recipe.scales_initialized`.
-INITIALIZED = ":initialized"
-
-
 def get_recipe(name: str) -> Recipe:
     """Returns the recipe of a name, or of three for forward, dlhs and drhs.
 
-    The casts of each product are those of its own recipe: "fp8_rowwise/bf16/bf16". The
-    suffix sets `scales_initialized`.
+    The casts of each product are those of its own recipe: "fp8_rowwise/bf16/bf16".
 
     Raises:
         ValueError: if no recipe has a name (the message suggests the nearest), or the
             three recipes do not combine.
     """
-    base = name.removesuffix(INITIALIZED)
-    recipe = _of_roles(base) if "/" in base else _named(base)
-    return dataclasses.replace(recipe, scales_initialized=base != name)
+    return _of_roles(name) if "/" in name else _named(name)
 
 
 def _named(name: str) -> Recipe:

@@ -122,7 +122,7 @@ def make_programs(
         planned = arm_of(model, arm, arguments.recipe, inputs[0])
         variables = initialized(planned.by_xla(), few, params)
         if planned.is_delayed:
-            planned = planned.with_initialized_scales()
+            planned = dataclasses.replace(planned, scales_initialized=True)
         for kind in arguments.kinds:
             program = {"training": Training, "inference": Inference}[kind]
             programs[f"{kind} {arm}"] = program(planned, variables, inputs)

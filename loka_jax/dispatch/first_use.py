@@ -26,6 +26,7 @@ from loka_jax.recipe import RECIPES, ROLES
 from loka_jax.site import BF16, Choice, SiteSpec
 
 _DOUBT = 1.0  # spreads off its prediction at which a time may lie
+NOT_CHECKED = "was not checked within"
 
 
 class CheckedPlan(NamedTuple):
@@ -47,10 +48,14 @@ def check_plan(
     say: Callable[[str], None] = print,
     *,
     pass_name: str = "training",
+    budget: str = "--dispatch.check-seconds",
 ) -> CheckedPlan:
     """Returns a plan for a pass, without choices that were never checked.
 
     When the budget of seconds is spent, a check under way is ended.
+
+    Args:
+        budget: the user's name for it.
     """
     plan, left = make_plan(performance), seconds
     while left > 0:
@@ -77,9 +82,9 @@ def check_plan(
     notes = ()
     if given_up:
         notes += (
-            f"Kernels of {len(given_up)} sites were not checked within {seconds:g} "
-            "seconds and do not run: --dispatch.check-seconds allows more, and what "
-            "was checked is kept.",
+            f"Kernels of {len(given_up)} sites were not checked within {seconds:.3g} "
+            f"seconds and do not run: {budget} allows more, and what was checked is "
+            "kept.",
         )
     if too_large:
         notes += (
@@ -158,7 +163,7 @@ def _without(
     jobs: Sequence[Job], performance: PerformanceModel, seconds: float
 ) -> PerformanceModel:
     """Returns what is known, without the candidates of some jobs."""
-    table, why = performance.table, f"was not checked within {seconds:g} seconds"
+    table, why = performance.table, f"{NOT_CHECKED} {seconds:.3g} seconds"
     for spec, choice, *_ in jobs:
         if choice not in (None, BF16):
             entry = Entry(failures={choice.name: why})

@@ -56,7 +56,8 @@ def local_performance() -> Local:
         missing = "No dispatch table" if shipped is None else "No random sites"
         notes += (
             f"{missing} for {device.device_kind}: times are predicted from those of an "
-            f"{_FITTED_DEVICE} and this device's roofline; --plan tune measures them.",
+            f"{_FITTED_DEVICE} and this device's roofline; those that a plan relies on "
+            "are measured before they run.",
         )
     roofline = table.roofline
     if roofline is None:

@@ -28,6 +28,7 @@ from loka_jax.site import BF16, Choice
 # Of products with an operand in E5M2 it is 0.059: too much for gradients, as their
 # errors do not average out (docs/recipes.md).
 _HEALTHY = 0.037
+NOT_MEASURED = "its error was not measured"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,7 +216,7 @@ def why_inaccurate(
             return f"{role}: {terms.why_not_dlhs}"
         errors = _errors_of(entry, terms, role, gemm)
         if not errors:
-            return f"{role}: its error was not measured"
+            return f"{role}: {NOT_MEASURED}"
         for measures in errors:
             reason = why_unsafe(measures, limits)
             if reason is not None:
@@ -258,12 +259,11 @@ def _why_borrowed(entry: Entry, terms: Terms) -> str | None:
     has_own = terms.errors is not None or terms.source in (None, *entry.errors)
     if has_own or terms.roles != ROLES:
         return None
-    remedy = "observe this model (--probe.every 100) or tune"
     if not entry.errors:
-        return f"its error was not measured: {remedy}"
+        return NOT_MEASURED
     first, *others = entry.errors
     names = f"{first} and {len(others)} more" if others else first
-    return f"its errors are borrowed from {names}: {remedy}"
+    return f"its errors are borrowed from {names}"
 
 
 def _errors_of(

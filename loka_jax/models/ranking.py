@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax import nn
-from loka_jax.recipe import get_recipe
+from loka_jax.nn.context import as_recipe
 
 
 class ModelPart(linen.Module):
@@ -38,7 +38,7 @@ class ModelPart(linen.Module):
     @property
     def compute_dtype(self) -> DTypeLike:
         """The dtype to which the inputs are cast first."""
-        return get_recipe(self.recipe).compute_dtype
+        return as_recipe(self.recipe).compute_dtype
 
     @property
     def kernels(self) -> Literal["xla"] | None:

@@ -25,7 +25,7 @@ from loka_jax.nn.observed import PROBE, by_path, merge_stats
 from loka_jax.nn.overwriting import overwriting
 from loka_jax.nn.planned import Model, Planned
 from loka_jax.nn.scale_state import check_scales
-from loka_jax.nn.sites import Site, list_sites
+from loka_jax.nn.sites import Site, list_sites, sites_of
 from loka_jax.ops.interaction import dot_features, join_features
 from loka_jax.ops.joined_norm import joined_norm
 from loka_jax.ops.products import Activations
@@ -78,6 +78,7 @@ __all__ = [
     "probing",
     "runs_tails",
     "site_context",
+    "sites_of",
     "take_scaling",
 ]
 

@@ -48,12 +48,13 @@ class SiteContext:
         self,
         path: str,
         spec: SiteSpec,
-        recipe: str | Recipe,
+        recipe: str | Recipe | Choice,
         implementation: Provider | None,
     ) -> KernelPlan:
         """Returns the plan of a site.
 
         Args:
+            recipe: of the module, or its choice, which then names the provider.
             implementation: provider of the module; None for Pallas kernels where they
                 serve the site on this device, and else XLA. A choice of "group" holds
                 where "group" is asked for; elsewhere the site runs by XLA.

@@ -15,7 +15,7 @@ attributes beside the weights, which the model as written never sees.
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from flax.errors import TraceContextError
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.core import Tracer
 
-from loka_jax.nn.context import current
+from loka_jax.nn.context import current, site_context
 from loka_jax.nn.conversion import Rules, run_traced
 from loka_jax.nn.host import Key, Made
 from loka_jax.nn.observed import PROBE
@@ -34,6 +34,7 @@ from loka_jax.nn.products import site_path
 from loka_jax.nn.program import Origin
 from loka_jax.nn.scale_state import SCALES
 from loka_jax.recipe import Recipe
+from loka_jax.site import Choice
 
 type Path = tuple[Any, ...]
 
@@ -52,12 +53,13 @@ _ONCE = "call the model once before, outside of jit and grad."
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """How the model of a class is converted."""
+    """How the model of a class is converted, with choices of sites by path."""
 
     written: type
     recipe: str | Recipe | None
     only: tuple[str, ...]
     skip: tuple[str, ...]
+    choices: tuple[tuple[str, Choice], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +96,17 @@ def convert_nnx(
         module.nn_place = _Place(conversions, tuple(map(str, path)))
     if inputs:
         _make_variables(model, inputs)
+    return model
+
+
+def with_choices(model: Any, choices: Mapping[str, Choice]) -> Any:
+    """Returns a copy of a converted model whose sites have choices, by path."""
+    model = nnx.clone(model)
+    before = _place(model).conversions
+    first = dataclasses.replace(before[0], choices=tuple(choices.items()))
+    for _, module in _modules(model, before):
+        conversions = first, *before[1:]
+        module.nn_place = dataclasses.replace(_place(module), conversions=conversions)
     return model
 
 
@@ -231,8 +244,10 @@ def _run(model: Any, method: Any, args: tuple, kwargs: dict) -> tuple[Any, Made]
         for array in jax.tree.leaves(value)
     ]
     rules, made = Rules(place.conversions), Made({}, {})
-    own = functools.partial(_at, origins), rules, _variables(model), made
-    out, new = run_traced(call, arrays, *own)
+    own = functools.partial(_at, origins), rules, site_variables(model), made
+    choices = {**dict(place.conversions[0].choices), **current().choices}
+    with site_context(choices=choices):
+        out, new = run_traced(call, arrays, *own)
     if method.__name__ == "__call__" and not place.path:
         rules.check_patterns(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     _carry_over(whole, nnx.merge(ends[-1], new), state)
@@ -267,8 +282,8 @@ def _site(place: _Place, path: Path) -> tuple[str, ...]:
     return site_path(("params", *place.path, *map(str, path)))
 
 
-def _variables(model: Any) -> dict[Key, Any]:
-    """Returns the variables of sites."""
+def site_variables(model: Any) -> dict[Key, Any]:
+    """Returns the variables of the sites of a converted model."""
     place, given = _place(model), {}
     for path, module in _modules(model, place.conversions):
         for value in vars(module).values():

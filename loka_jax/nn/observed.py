@@ -17,9 +17,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax.nn.context import current
+from loka_jax.ops.mesh_axes import varying_axes
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.tap import Observer, tap
 from loka_jax.probe import site
+from loka_jax.probe.live_errors import LiveErrors
 from loka_jax.probe.site import ProbeConfig, Sample, SiteStats
 from loka_jax.recipe import OPERANDS, Recipe
 from loka_jax.scaling import DelayedScaling, delayed_cast, stored_scales
@@ -64,6 +66,7 @@ def _scales(
 
 def _observed(observer: Observer, axis_names, scales, stats, out, lhs, rhs) -> Array:
     lhs, rhs = jax.lax.stop_gradient((lhs, rhs))
+    axis_names = axis_names or varying_axes(lhs)
     return jnp.asarray(tap(observer, axis_names, out, lhs, rhs, scales, stats))
 
 
@@ -75,7 +78,7 @@ def by_path(collection: Any) -> dict[str, Any]:
 
 def is_of_site(x: Any) -> bool:
     """Returns True for what Probe keeps of one site."""
-    return isinstance(x, SiteStats | Sample)
+    return isinstance(x, SiteStats | Sample | LiveErrors)
 
 
 def merge_stats(stats: Any, batch: Any, config: ProbeConfig) -> Any:

@@ -33,8 +33,9 @@ class Planned:
         model: a Flax module, or a `Converted` one; its recipe holds for sites without a
             choice.
         choices: pairs of path and choice, so that the model is hashable.
-        scales_initialized: all delayed scales are initialized, those of sites deep
-            inside of the model, too.
+        scales_initialized: all delayed scales are set, those of sites deep inside of
+            the model, too. Who sets them says so: a run after its first steps, or
+            `dispatch.adopt`.
     """
 
     model: Any
@@ -57,10 +58,6 @@ class Planned:
     def compute_dtype(self) -> DTypeLike:
         """The model's compute dtype; float32 if it has none."""
         return getattr(self.model, "compute_dtype", jnp.float32)
-
-    def with_initialized_scales(self) -> "Planned":
-        """Returns the model for states whose delayed scales are initialized."""
-        return dataclasses.replace(self, scales_initialized=True)
 
     def by_xla(self) -> "Planned":
         """Returns the model with the same recipes and variables, run by XLA alone."""

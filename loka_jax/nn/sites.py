@@ -7,7 +7,7 @@ returns the announced sites, before anything is compiled.
 
 import collections
 import dataclasses
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import jax.extend.core as jex
 from loka_jax.group import Cross, Group
 from loka_jax.nn.context import current, site_context
 from loka_jax.ops.fm_lcb import FmLcbPlan
+from loka_jax.ops.mesh_axes import manual_axes
 from loka_jax.ops.plan import KernelPlan, describe
 from loka_jax.recipe import ROLES, Role
 from loka_jax.site import SiteSpec
@@ -41,6 +42,7 @@ class Site:
         not_joined: why it does not run with them; None where it does.
         default: why this runs where nobody chose a recipe; None where somebody did.
         share: of the forward pass's FLOPs of all listed products, from 0 to 1.
+        is_local: its rows are those of one device, under `shard_map`.
     """
 
     path: str
@@ -54,6 +56,7 @@ class Site:
     not_joined: str | None = None
     default: str | None = None
     share: float = dataclasses.field(default=0.0, compare=False)
+    is_local: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def flops(self) -> int:
@@ -164,6 +167,7 @@ class Site:
 def announce(module: Any, plan: KernelPlan, **attributes):
     """Marks a site in the program, if `list_sites` traces it."""
     if current().is_listing:
+        attributes["is_local"] = bool(manual_axes())
         _mark.bind(site=Site(path="/".join(module.path), plan=plan, **attributes))
 
 
@@ -176,6 +180,21 @@ def list_sites(module: Any, *args, **kwargs) -> tuple[Site, ...]:
     """
     with site_context(is_listing=True):
         program = _trace(module, args, kwargs)
+    return _listed(program)
+
+
+def sites_of(function: Callable[..., Any], *args: Any) -> tuple[Site, ...]:
+    """Returns the sites of the models that a function calls, as `list_sites` does.
+
+    The function is traced, and nothing is computed.
+    """
+    with site_context(is_listing=True):
+        program = jax.make_jaxpr(function)(*args)
+    return _listed(program)
+
+
+def _listed(program: jex.ClosedJaxpr) -> tuple[Site, ...]:
+    """Returns the sites of a program with marks."""
     # By the program, as layers are traced more often than they run, or not again.
     counts: collections.Counter[Hashable] = collections.Counter()
     sites: dict[Hashable, Site] = {}

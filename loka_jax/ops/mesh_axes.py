@@ -37,6 +37,18 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def varying_axes(x: jax.Array) -> tuple[str, ...]:
+    """Returns the axes of the `shard_map` that is traced over which a value may vary.
+
+    All of them where `shard_map` does not track it.
+    """
+    axes = manual_axes()
+    if not tracks_varying(axes):
+        return axes
+    varying = jax.typeof(x).mat.varying if axes else ()
+    return tuple(axis for axis in axes if axis in varying)
+
+
 def tracks_varying(axes: tuple[str, ...]) -> bool:
     """Returns True if `shard_map` tracks over which of its axes values vary."""
     if not axes:

@@ -197,6 +197,28 @@ class Capture:
         return Sample(kept, errors)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ErrorsAlone:
+    """An observer that measures the errors of some recipes' products, nothing else.
+
+    Attributes:
+        recipes: of which errors are measured, with the scales of the step.
+    """
+
+    recipes: tuple[Recipe, ...]
+
+    def init(self, m: int, k: int, n: int) -> LiveErrors:
+        """Returns the errors before the first step, whatever the sizes."""
+        del m, k, n
+        return live_errors.empty_errors(len(self.recipes))
+
+    def observe(
+        self, stats: LiveErrors, operands: Operands, axis_names: tuple[str, ...] = ()
+    ) -> LiveErrors:
+        """Returns the errors of one batch; of `stats` the number of steps is read."""
+        return live_errors.live_errors(operands, self.recipes, stats.steps, axis_names)
+
+
 def some_rows(x: Float[Array, "m k"], limit: int) -> Float[Array, "r k"]:
     """Returns up to `limit` rows, spread evenly."""
     size = x.shape[0]

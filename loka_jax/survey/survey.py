@@ -24,7 +24,7 @@ from loka_jax.options import require
 from loka_jax.probe.live_errors import Operands
 from loka_jax.probe.sampling import draw_learned, draw_normal
 from loka_jax.probe.site import Capture, Sample, SiteStats
-from loka_jax.recipe import INITIALIZED, RECIPES, Role, get_recipe
+from loka_jax.recipe import RECIPES, Role, get_recipe
 from loka_jax.site import BF16, SiteSpec
 from loka_jax.survey.sensitivity import (
     LOSS_RECIPE,
@@ -74,8 +74,6 @@ class SurveyConfig:
             require(value >= least, option, value, f"at least {least}")
         for name in self.recipes:
             get_recipe(name)
-            has_scales = name.endswith(INITIALIZED)
-            require(not has_scales, "recipe", name, f"without {INITIALIZED}")
 
 
 def judge(

@@ -59,6 +59,8 @@ class Run:
             in a first step, or if `scales_initialized` in those after it.
         plan: choices for the sites; the modules decide for a site without one.
         plan_notes: sentences on the plan for the user.
+        outlook: what the plan gains, or what keeps FP8 out of it; empty if it was not
+            made by times.
         reviewer: changes the plan by live errors; None where they change nothing, as
             Probe observes none, or the plan was not made by times.
         optimizer: of the dense parameters.
@@ -75,6 +77,7 @@ class Run:
     list_sites: Callable[..., tuple[nn.Site, ...]]
     plan: DispatchPlan
     plan_notes: tuple[str, ...]
+    outlook: str
     reviewer: Reviewer | None
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
@@ -259,6 +262,7 @@ def build(
         list_sites=model.list_sites,
         plan=chosen.plan,
         plan_notes=chosen.notes,
+        outlook=chosen.outlook,
         reviewer=_reviewer(config, sites, chosen.performance, source),
         optimizer=make_dense_optimizer(config.optim, total_steps),
         schedule=jax.jit(make_schedule(config.optim.lr, config.optim, total_steps)),

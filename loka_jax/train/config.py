@@ -24,7 +24,7 @@ from loka_jax.nn import Converted, ProbeConfig
 from loka_jax.optim import OptimConfig
 from loka_jax.options import option_of, require
 from loka_jax.probe.live_errors import RECIPES
-from loka_jax.recipe import INITIALIZED, get_recipe
+from loka_jax.recipe import get_recipe
 from loka_jax.train.mesh.devices import (
     CollectivesConfig,
     MeshConfig,
@@ -38,6 +38,7 @@ _LONGEST_WATCH = 1_000_000  # seconds; a thread cannot wait for ever
 # than all other statistics together.
 _COVARIANCES_EVERY = 20
 _OBSERVED_BEFORE_REVIEW = 5  # observed steps after the first: errors vary little
+_OFTEN = 4  # times as often a run is observed before its first review
 FLAX_FIELDS = {"parent", "name"}  # of a module, which are Flax's own
 _MAX_BATCH_SIZE = 2**22  # its product with the number of fields must fit int32
 
@@ -100,9 +101,10 @@ class ProbeOptions:
 
     Attributes:
         every: every so many steps the operands of FP8 sites are looked at, for their
-            drift, and the statistics of all sites are learned; 0 for never. None looks
-            every 64th step, and learns there only in a run in one process of which FP8
-            that only lacks known errors would save minutes.
+            drift, and the statistics of all sites are learned, four times as often
+            before the first review of the plan; 0 for never. None looks every 64th
+            step, and learns there only in a run in one process whose FP8 that lacks
+            known errors alone would save more than entering it takes.
         decay: factor on the weight of earlier rows at every observed batch.
         recipes: whose products are multiplied on the operands themselves, to measure
             their errors: at every site, whatever runs there.
@@ -124,7 +126,7 @@ class ProbeOptions:
 
     def config_at(self, step: int) -> ProbeConfig | None:
         """Returns how sites are observed in a step; None if they are not."""
-        if not self.every or step % self.every:
+        if not self.every or (step % self.every and not self._is_early(step)):
             return None
         return ProbeConfig(
             decay=self.decay,
@@ -134,7 +136,16 @@ class ProbeOptions:
 
     def first_review(self) -> int | None:
         """Returns the number of steps after which live errors are first reviewed."""
-        return self.every * _OBSERVED_BEFORE_REVIEW + 1 if self.every else None
+        return self._early * _OBSERVED_BEFORE_REVIEW + 1 if self.every else None
+
+    @property
+    def _early(self) -> int:
+        """Steps from one observed step to the next before the first review."""
+        return max(1, (self.every or 0) // _OFTEN)
+
+    def _is_early(self, step: int) -> bool:
+        is_before = step <= self._early * _OBSERVED_BEFORE_REVIEW
+        return is_before and step % self._early == 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -265,11 +276,6 @@ class Config:
         require(0 <= self.seed < 2**31, "--seed", self.seed, "in 0..2147483647")
         _check_kind(self.model)
         get_recipe(self.model.recipe)
-        if self.model.recipe.endswith(INITIALIZED):
-            raise ValueError(
-                f"--recipe {self.model.recipe} needs initialized scales: leave out "
-                f"{INITIALIZED!r}; training switches to it by itself."
-            )
         _check_model(self.model)
         require_averages(self.mesh, self.optim, self.embedding)
         count, every = self.loop.steps_per_call, self.mesh.sync_every

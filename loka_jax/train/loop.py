@@ -204,7 +204,8 @@ class Loop:
         if self._ends():
             return
         probe = self.state.probe
-        if followed := replan.review(self.run, probe, self.progress):
+        say = self.display.say
+        if followed := replan.review(self.run, probe, self.progress, say):
             self._change(followed)
 
     def _ready_for_initialized_step(self) -> bool:

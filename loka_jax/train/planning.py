@@ -1,8 +1,8 @@
 """Chooses the plan that a run follows, with notes for the user."""
 
-import functools
+import dataclasses
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,34 +11,44 @@ from loka_jax import jsonfile
 from loka_jax.commands import command
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch.at_start import tune_at_start
-from loka_jax.dispatch.candidates import why_no_fp8, why_not
+from loka_jax.dispatch.entering import Entering, entering
 from loka_jax.dispatch.first_use import (
     CheckedPlan,
     as_if_accurate,
     check_plan,
-    sites_us,
     without_errors,
 )
+from loka_jax.dispatch.learned import kept_errors
 from loka_jax.dispatch.local import Local, local_performance, performance_of
+from loka_jax.dispatch.outlook import Remedies, last_line
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.dispatch.runnable import why_not_runnable
+from loka_jax.dispatch.table import RoleErrors
 from loka_jax.nn import Site
-from loka_jax.ops.device import local_device
-from loka_jax.site import BF16
 from loka_jax.train.config import LOOK_EVERY, Config
 
 AUTO, TUNE, OFF = "auto", "tune", "off"
-# What checking kernels and compiling more steps take; 310 s in Wukong M on an H100.
-OBSERVING_SECONDS = 300.0
+_REMEDIES = Remedies(
+    errors=f"--probe.every {LOOK_EVERY} measures them",
+    seconds="--dispatch.check-seconds allows more",
+    recipe="--recipe names another",
+)
 
 
 class ChosenPlan(NamedTuple):
-    """A plan, notes for the user, and by what it was made, if by times."""
+    """A plan, notes for the user, and by what it was made, if by times.
+
+    Attributes:
+        is_observed: Probe is to observe a run that leaves it to its plan.
+        outlook: what the plan gains, or what keeps FP8 out of it, as a sentence.
+    """
 
     plan: DispatchPlan
     notes: tuple[str, ...] = ()
     performance: PerformanceModel | None = None
-    is_observed: bool = False  # Probe is to observe a run that leaves it to its plan
+    is_observed: bool = False
+    outlook: str = ""
 
 
 def choose_plan(
@@ -51,7 +61,9 @@ def choose_plan(
 ) -> ChosenPlan:
     """Returns the plan that `--plan` asks for.
 
-    A run is observed if FP8 that only lacks known errors would save minutes.
+    Errors that an earlier run of the same has kept count as its own. A run is observed
+    if it enters FP8 by these; and if FP8 that only lacks known errors would save more
+    of the run than it takes to find out.
 
     Args:
         source: the name of its operands, whose errors count (`Config.source`).
@@ -60,7 +72,7 @@ def choose_plan(
         ValueError: if it names a file that is no plan and no table for this machine, or
             a rule matches no site.
     """
-    options, every = config.dispatch, config.probe.every
+    options = config.dispatch
     path = _file(config)
     if path is not None and _is_plan(path):
         plan = _runnable(plans.load(path, sites), str(path), sites)
@@ -72,49 +84,120 @@ def choose_plan(
         )
     else:
         performance, notes = _known(config)
-    rules = dict(limits=options.limits, rules=options.by_pattern, config=source)
-    make_plan = functools.partial(plans.make_plan, sites, **rules)
     if performance is None:
-        return ChosenPlan(make_plan(None), notes)
-
-    def checked(performance: PerformanceModel, **errors: Any) -> CheckedPlan:
-        make = functools.partial(make_plan, **errors)
-        return check_plan(make, sites, performance, options.check_seconds, say)
-
-    plan, performance, more = checked(performance)
-    chosen = ChosenPlan(plan, (*notes, *more), performance)
-    if every:  # a review promotes to what was checked
-        promoted = checked(performance, errors=as_if_accurate(sites))
-        return chosen._replace(performance=promoted.performance)
-    if every == 0 or jax.process_count() > 1:  # others review no plan
-        return chosen
-    gain = functools.partial(_gain, sites, steps, options.limits.speedup)
-    hope = as_if_accurate(without_errors(sites, performance, source))
-    if gain(plan, make_plan(performance, errors=hope), performance) is None:
-        return chosen
-    fast, performance, _ = checked(performance, errors=hope)
-    faster = gain(make_plan(performance), fast, performance)
-    if faster is None:
-        return chosen
-    note = (
-        f"Probe observes every {LOOK_EVERY}th step: once errors are known, FP8 may "
-        f"make the sites {faster:.2f} times as fast (--probe.every 0 observes none)."
-    )
-    return ChosenPlan(plan, (*chosen.notes, note), performance, is_observed=True)
+        rules = options.by_pattern
+        plan = plans.make_plan(sites, None, rules=rules, config=source)
+        return ChosenPlan(plan, notes)
+    by_times = _ByTimes(config, sites, steps, say, source, kept_errors(source, sites))
+    chosen = by_times.choose(performance)
+    outlook = by_times.outlook(chosen)
+    return chosen._replace(notes=(*notes, *chosen.notes), outlook=outlook)
 
 
-def _gain(
-    sites: Sequence[Site],
-    steps: int,
-    speedup: float,
-    plan: DispatchPlan,
-    faster: DispatchPlan,
-    performance: PerformanceModel,
-) -> float | None:
-    """Returns how many times faster a plan is; None if observing would not pay."""
-    now, then = (sites_us(x, sites, performance) for x in (plan, faster))
-    saves = (now - then) * steps / 1e6 >= OBSERVING_SECONDS
-    return now / then if then and saves and now >= speedup * then else None
+@dataclasses.dataclass(frozen=True)
+class _ByTimes:
+    """Chooses the plan of a run by what is known of times.
+
+    Attributes:
+        kept: live errors that an earlier run of the same has kept.
+    """
+
+    config: Config
+    sites: Sequence[Site]
+    steps: int
+    say: Callable[[str], None]
+    source: str
+    kept: dict[str, RoleErrors]
+
+    def choose(self, performance: PerformanceModel) -> ChosenPlan:
+        """Returns the plan, and whether Probe is to find out what would change it."""
+        every = self.config.probe.every
+        plan, performance, notes = self._checked(performance, self.kept)
+        chosen = ChosenPlan(plan, notes, performance)
+        if every:  # a review promotes to what was checked
+            hope = as_if_accurate(self.sites)
+            promoted = self._checked(performance, hope)
+            return chosen._replace(performance=promoted.performance)
+        if every == 0 or jax.process_count() > 1:  # others review no plan
+            return chosen
+        if any(choice.is_fp8 and path in self.kept for path, choice in plan.choices):
+            note = (
+                "Errors that an earlier run has kept count, and Probe observes every "
+                f"{LOOK_EVERY}th step, by which they are judged."
+            )
+            return chosen._replace(notes=(*notes, note), is_observed=True)
+        return self._observed_if_it_pays(chosen, performance)
+
+    def _observed_if_it_pays(
+        self, chosen: ChosenPlan, performance: PerformanceModel
+    ) -> ChosenPlan:
+        """Returns the plan, observed if FP8 that lacks errors alone would pay."""
+        unknown = [site for site in self.sites if site.path not in self.kept]
+        unknown = without_errors(unknown, performance, self.source)
+        hope = self.kept | as_if_accurate(unknown)
+        fast = self._make(self.sites, performance, hope)
+        worth = self._entering(performance, chosen.plan, fast)
+        if worth.saves <= 0:
+            return chosen
+        if not worth.pays:
+            note = (
+                f"The errors of its FP8 are not known: {worth}, so that this run does "
+                f"not look for them ({_REMEDIES.errors}, for later runs too)."
+            )
+            return chosen._replace(notes=(*chosen.notes, note))
+        fast, performance, _ = self._checked(performance, hope)
+        plan = self._make(self.sites, performance, self.kept)
+        worth = self._entering(performance, plan, fast)
+        if not worth.pays:
+            return chosen
+        note = (
+            f"Probe observes every {LOOK_EVERY}th step, until the errors of its FP8 "
+            f"are known: {worth} (--probe.every 0 observes none)."
+        )
+        return ChosenPlan(plan, (*chosen.notes, note), performance, is_observed=True)
+
+    def outlook(self, chosen: ChosenPlan) -> str:
+        """Returns what a plan gains, or what keeps FP8 out of it."""
+        remedies, known = _REMEDIES, chosen.performance
+        if chosen.is_observed or self.config.probe.every:
+            remedies = remedies._replace(errors="Probe measures them in this run")
+
+        def make(sites: Sequence[Site], known: PerformanceModel, errors=self.kept):
+            return self._make(sites, known, errors)
+
+        return last_line(chosen.plan, self.sites, known, make, remedies)
+
+    def _make(
+        self,
+        sites: Sequence[Site],
+        performance: PerformanceModel,
+        errors: Mapping[str, RoleErrors],
+    ) -> DispatchPlan:
+        options = self.config.dispatch
+        return plans.make_plan(
+            sites,
+            performance,
+            limits=options.limits,
+            rules=options.by_pattern,
+            config=self.source,
+            errors=errors,
+        )
+
+    def _checked(
+        self, performance: PerformanceModel, errors: Mapping[str, RoleErrors]
+    ) -> CheckedPlan:
+        def make(known: PerformanceModel) -> DispatchPlan:
+            return self._make(self.sites, known, errors)
+
+        seconds = self.config.dispatch.check_seconds
+        return check_plan(make, self.sites, performance, seconds, self.say)
+
+    def _entering(
+        self, performance: PerformanceModel, plan: DispatchPlan, faster: DispatchPlan
+    ) -> Entering:
+        return entering(
+            self.sites, performance, plan, faster, self.steps, is_observed=False
+        )
 
 
 def resumed_plan(config: Config, value: Any, sites: Sequence[Site]) -> ChosenPlan:
@@ -176,20 +259,6 @@ def _is_plan(path: pathlib.Path) -> bool:
 
 
 def _runnable(plan: DispatchPlan, source: str, sites: Sequence[Site]) -> DispatchPlan:
-    choices = dict(plan.choices)
-    kernels = [where for where, choice in plan.choices if choice.provider != "xla"]
-    if kernels and local_device().why_not_pallas is not None:
-        raise ValueError(
-            f"{source} has kernels for a Hopper GPU at {', '.join(kernels)}, and this "
-            "machine has none: leave --plan out, or give --plan off."
-        )
-    for site in sites:
-        choice = choices.get(site.path, BF16)
-        reason = why_no_fp8(local_device()) if choice.is_fp8 else None
-        if site.path in kernels:
-            reason = reason or why_not(choice, site.spec)
-        if reason is not None:
-            raise ValueError(
-                f"{source}: {choice.name} cannot run at {site.path}: {reason}."
-            )
+    if reason := why_not_runnable(plan, sites):
+        raise ValueError(f"{source}: {reason}: leave --plan out, or give --plan off.")
     return plan

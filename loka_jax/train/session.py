@@ -17,6 +17,7 @@ from loka_jax import jsonfile
 from loka_jax.commands import as_commands
 from loka_jax.data import Position
 from loka_jax.dispatch.plan import as_json
+from loka_jax.dispatch.printing import plain, print_plan, print_sites
 from loka_jax.report.run_page import write_run_page
 from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train import next_day
@@ -28,12 +29,7 @@ from loka_jax.train.folder.record import BEST, PLAN, SITES, SUMMARY, RunRecord, 
 from loka_jax.train.folder.source_run import SourceRun, keep_encoding, open_run
 from loka_jax.train.folder.workdir import choose_workdir, workdir_of
 from loka_jax.train.logs import log_lines
-from loka_jax.train.logs.printing import (
-    print_columns,
-    print_data,
-    print_plan,
-    print_sites,
-)
+from loka_jax.train.logs.printing import print_columns, print_data
 from loka_jax.train.logs.progress import TrainingProgress, resume_note
 from loka_jax.train.logs.timing import Profiler
 from loka_jax.train.loop import Loop
@@ -236,7 +232,9 @@ def _print_run(run: Run, console: Console):
     if run.placement.size > 1:
         console.print(used_devices(*run.placement.shape))
     print_sites(console, run.running_sites)
-    print_plan(console, run.plan, run.plan_notes)
+    print_plan(console, run.plan, run.plan_notes, run.sites)
+    if run.outlook:
+        console.print(plain(run.outlook))
     if config.run.profile_steps().start >= run.total_steps:
         raise ValueError(
             f"--profile {config.run.profile} starts after the run's last step "

@@ -231,7 +231,7 @@ def past_first_steps(model: Planned, state: TrainState) -> Planned:
     """
     if not model.is_delayed or not scales_initialized(state):
         return model
-    return model.with_initialized_scales()
+    return dataclasses.replace(model, scales_initialized=True)
 
 
 @jax.jit

@@ -72,6 +72,18 @@ def errors(roles=ROLES, **highs: float) -> RoleErrors:
     return {role: dict(found) if role in roles else {} for role in ROLES}
 
 
+class EverySite(dict):
+    """Times that are the same at any site, as a table has them."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def get(self, spec, default=None):
+        """Returns the times of all sites, whatever the site."""
+        return Entry({"training": dict(self.times)})
+
+
 def model_of(sites, times, pass_name="training", **options) -> PerformanceModel:
     """Returns a model with these times of a pass at all sites, and no predictions."""
     entries = {table_key(site.spec): Entry({pass_name: times}) for site in sites}

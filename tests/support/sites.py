@@ -16,11 +16,12 @@ from loka_jax.ops.device import Device
 from loka_jax.ops.plan import KernelPlan, resolve, resolve_served
 from loka_jax.ops.products import Activations
 from loka_jax.ops.run_site import SiteArrays, run_site
-from loka_jax.recipe import ROLE_OPERANDS, Recipe, get_recipe
+from loka_jax.recipe import ROLE_OPERANDS, Recipe
 from loka_jax.site import Choice, SiteSpec
 from tests import support
 from tests.support import E4M3, oracle, stand_ins, tailed
 from tests.support.nn import factor_of
+from tests.support.recipes import recipe_of
 
 # In earlier steps, where scales are stored.
 AMAXES = {"lhs": 4.0, "rhs": 0.5, "g": 8.0}
@@ -135,10 +136,10 @@ class Site:
         self.params = NormVectors(**oracle.in_float64(self.vectors))
         name, _, is_stored = self.case.name.partition(":")
         self.roundings = dict(oracle.ROUNDINGS[name])
-        self.is_fp8_dlhs = get_recipe(name).dlhs is not None
+        self.is_fp8_dlhs = recipe_of(name).dlhs is not None
         if is_stored:
             for role, names in ROLE_OPERANDS.items():
-                if get_recipe(name).gemm(role) is not None:
+                if recipe_of(name).gemm(role) is not None:
                     self.roundings[role] = tuple(map(_under_stored_scale, names))
         self.round = oracle.bf16
         if name == "f32":
@@ -195,7 +196,7 @@ def _under_stored_scale(operand):
 def assert_follows_the_equations(case, *, limit=2.0**-9, **options):
     """Asserts that results and the next state are those of the equations."""
     m, k, n = case.sizes
-    recipe = get_recipe(case.name)
+    recipe = recipe_of(case.name)
     lhs, rhs, dy = operands(m, k, n, recipe.compute_dtype)
     vectors = vectors_of(n, case.norm, with_bias=True)
     options = dict(device=case.device, recipe=recipe) | options
@@ -228,7 +229,7 @@ CHAIN = "fp8_rowwise_bf16_drhs"
 
 def assert_chain_follows_the_equations(refusals, m=64):
     """Asserts that a site multiplies what another hands on, which has its gradient."""
-    static = dict(recipe=get_recipe(CHAIN), device=stand_ins.hopper(**refusals))
+    static = dict(recipe=recipe_of(CHAIN), device=stand_ins.hopper(**refusals))
 
     def chain(lhs, first, second, vectors):
         options = dict(norm="layer", activation="swish", out="fp8", **static)

@@ -1,29 +1,14 @@
-"""Console output of a run: tables, and sentences.
-
-Texts come from files, compilers and paths too. So none is read as markup of Rich, and
-control characters are shown as escapes.
-"""
+"""Console output of a run on its data and its quality: tables, and sentences."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
 
-from loka_jax.dispatch.plan import DispatchPlan
-from loka_jax.nn import Site
-from loka_jax.recipe import ROLES
-from loka_jax.terminal import printable
+from loka_jax.dispatch.printing import plain, print_table
 
 _MAX_COLUMNS = 40  # categorical columns in a table
-
-
-def plain(text: str) -> Text:
-    """Returns a text that a console prints as it is, on one line."""
-    return Text(printable(text))
 
 
 def show(value: float | None, digits: int = 4) -> str:
@@ -47,32 +32,6 @@ def quality_lines(what: str, values: Mapping[str, Any], after: str = "") -> list
         f"{what}{mean}: {quality_text(values)}{after}",
         *(f"  {name}: {quality_text(part)}" for name, part in tasks.items()),
     ]
-
-
-def _print_table(
-    console: Console,
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[tuple[Sequence[str | Text], bool]],
-    *,
-    wrapped: Collection[str],
-    numbers: Collection[str] = (),
-):
-    """Prints a table of rows, each with whether it is dim."""
-    heads = (
-        Column(
-            name,
-            no_wrap=name not in wrapped,
-            justify="right" if name in numbers else "left",
-        )
-        for name in columns
-    )
-    how: Any = dict(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    table = Table(*heads, title=plain(title), **how)
-    for cells, is_dim in rows:
-        texts = (x if isinstance(x, Text) else plain(x) for x in cells)
-        table.add_row(*texts, style="dim" if is_dim else None)
-    console.print(table)
 
 
 def print_data(console: Console, report: dict):
@@ -117,9 +76,7 @@ def print_columns(console: Console, report: dict[str, Any], dims: Mapping[str, i
     heads = ("column", "values", "table rows", "parameters", "most frequent values")
     shown = list(columns.items())[:_MAX_COLUMNS]
     rows = ((_column_cells(name, x, dims[name]), False) for name, x in shown)
-    _print_table(
-        console, "Columns", heads, rows, wrapped=heads[-1:], numbers=heads[1:4]
-    )
+    print_table(console, "Columns", heads, rows, wrapped=heads[-1:], numbers=heads[1:4])
     own = {k: v["rows"] for k, v in columns.items() if "table_of" not in v}
     total, count = sum(own.values()), sum(own[name] * dims[name] for name in own)
     (dim, *others) = {dims[name] for name in own}
@@ -152,64 +109,4 @@ def _growth(name: str, facts: dict[str, Any]) -> str:
     return (
         f"{name}: {new:,} new values, {rows:,} of them in reserved rows, of which "
         f"{facts['reserved']:,} are left; {new - rows:,} share id 0."
-    )
-
-
-def print_sites(console: Console, sites: tuple[Site, ...]):
-    """Prints a table of the sites: shape, kernel of each role, reason against FP8."""
-    # A name may hold a recipe for each role; the table says where bfloat16 runs.
-    names = (part for s in sites if s.is_fp8 for part in s.recipe.split("/"))
-    recipes = dict.fromkeys(name for name in names if name != "bf16")
-    title = f"Sites, recipe {', '.join(recipes)}" if recipes else "Sites"
-    heads = ("site", "m x k x n", "role", "what runs", "why not FP8")
-    rows = ((_site_cells(site), not site.is_fp8) for site in sites)
-    _print_table(console, title, heads, rows, wrapped=("why not FP8",))
-    in_fp8 = sum(site.is_fp8 for site in sites)
-    console.print(f"{in_fp8} of {len(sites)} sites in FP8.")
-    unfused: dict[str, list[str]] = {}
-    for site in sites:
-        if site.why_not_fused is not None:
-            unfused.setdefault(site.why_not_fused, []).append(site.path)
-    for reason, paths in unfused.items():
-        console.print(plain(f"No fused kernel at {', '.join(paths)}: {reason}."))
-
-
-def _site_cells(site: Site) -> Sequence[str | Text]:
-    """Returns the cells of a site, with a line for each kernel that runs there."""
-    roles_of: dict[str, list[str]] = {}
-    for role in ROLES:
-        roles_of.setdefault(site.runs[role], []).append(role)
-    roles = [", ".join(x) for x in roles_of.values()] if len(roles_of) > 1 else ["all"]
-    sizes = f"{site.spec.m} x {site.spec.k} x {site.spec.n}"
-    by_kernel = (Text("\n").join(map(plain, lines)) for lines in (roles, roles_of))
-    return site.path, sizes, *by_kernel, site.why_not or ""
-
-
-def print_plan(console: Console, plan: DispatchPlan, notes: tuple[str, ...]):
-    """Prints the choice for each site with its reason; nothing without decisions."""
-    for note in notes:
-        console.print(plain(note))
-    if not plan.decisions:
-        return
-    heads = ("site", "choice", "speed", "error", "why", "runner-up")
-    rows = []
-    for path, decision in plan.decisions:
-        speed, error, spread = decision.speedup, decision.error, decision.spread
-        # A speed has an uncertainty if it is predicted.
-        doubt = "" if spread is None else f" +-{spread:.0%}"
-        cells = (
-            path,
-            decision.choice.name,
-            "" if speed is None else f"{speed:.2f}x{doubt}",
-            "" if error is None else f"{error:.3f}",
-            decision.reason,
-            decision.runner_up or "",
-        )
-        rows.append((cells, not decision.choice.is_fp8))
-    wrapped = ("choice", "why", "runner-up")
-    _print_table(console, "Dispatch", heads, rows, wrapped=wrapped)
-    console.print(
-        "Speed: of the whole site, relative to XLA's bfloat16; measured, or predicted "
-        "where its uncertainty is given (--plan tune measures). Error: relative L2 of "
-        "the worst FP8 product."
     )

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax
-import numpy as np
-from jax.experimental.multihost_utils import broadcast_one_to_all
 
+from loka_jax.dispatch.processes import same_text
 from loka_jax.launch.job import LOGS, WORKDIR
 
 # A process that dies elsewhere ends this one, too, after so long without a sign.
@@ -46,12 +45,7 @@ class Processes(NamedTuple):
         """Returns the first process's text in all of them; all must call it."""
         if self.count == 1:
             return text
-        content = np.frombuffer(text.encode(), np.uint8)
-        size = int(broadcast_one_to_all(np.int32(content.size)))
-        if not size:
-            return ""
-        padded = np.resize(content, size) if content.size else np.zeros(size, np.uint8)
-        return np.asarray(broadcast_one_to_all(padded)).tobytes().decode()
+        return same_text(text)
 
 
 ALONE = Processes()

@@ -1,13 +1,15 @@
 """Changes the plan of a run in progress, by what looks and live errors have shown."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from loka_jax.dispatch.drift import after_change
+from loka_jax.dispatch.entering import entering
 from loka_jax.dispatch.groups import cross_networks
+from loka_jax.dispatch.learned import keep_errors
 from loka_jax.dispatch.plan import DispatchPlan, as_json, from_json
 from loka_jax.dispatch.policy import Decision
 from loka_jax.dispatch.review import live_intervals
@@ -53,8 +55,12 @@ def after_failure(run: Run, progress: Progress, error: Exception) -> Change | No
     return _change(run, dict.fromkeys(kernels, Decision(BF16, reason)), progress)
 
 
-def review(run: Run, probe: Any, progress: Progress) -> Change | None:
+def review(
+    run: Run, probe: Any, progress: Progress, say: Callable[[str], None]
+) -> Change | None:
     """Returns the plan that all looks and live errors ask for; None if it is the run's.
+
+    The live errors are kept for later runs.
 
     Sites that have drifted run in bfloat16, with all sites of a cross network that is
     one operation; those whose operands are back, and whose live errors are within the
@@ -63,6 +69,9 @@ def review(run: Run, probe: Any, progress: Progress) -> Change | None:
     compile.
     """
     errors = _live_errors(run, probe)
+    if errors and jax.process_index() == 0:
+        if reason := keep_errors(run.source, run.sites, errors):
+            say(reason)
     drifted, returning = _drifted(run, progress), _returning(run, errors, progress)
     now = _decisions(run)
     left = as_json(DispatchPlan(tuple((path, now[path]) for path in drifted)))
@@ -74,6 +83,7 @@ def review(run: Run, probe: Any, progress: Progress) -> Change | None:
         paths = {path for path, _ in plan.choices} - away - {*progress.broken}
         seen = {path: x for path, x in errors.items() if path in paths}
         demoted, promoted = run.reviewer.review(plan, seen, unsafe)
+        promoted = _worth_it(run, plan, promoted, progress.step, say)
         unsafe = tuple(dict.fromkeys((*unsafe, *demoted)))
         by_errors = {**demoted, **promoted}
         # Their measures were of other casts.
@@ -83,6 +93,23 @@ def review(run: Run, probe: Any, progress: Progress) -> Change | None:
         return None
     progress = dataclasses.replace(progress, drift=drift, unsafe=unsafe)
     return _change(run, changed, progress)
+
+
+def _worth_it(
+    run: Run,
+    plan: DispatchPlan,
+    promoted: dict[str, Decision],
+    step: int,
+    say: Callable[[str], None],
+) -> dict[str, Decision]:
+    """Returns the promoted sites, or none if they save less than entering costs."""
+    if not promoted or run.reviewer is None:
+        return promoted
+    faster, left = plan.changed(promoted), max(run.total_steps - step, 0)
+    known = run.reviewer.performance
+    worth = entering(run.sites, known, plan, faster, left, is_observed=True)
+    say(f"step {step:,}: {worth}{'' if worth.pays else ', so that it is not entered'}.")
+    return promoted if worth.pays else {}
 
 
 def _drifted(run: Run, progress: Progress) -> dict[str, Decision]:

@@ -39,10 +39,10 @@ class Bilinear:
 def test_a_step_of_microbatches_follows_the_mean_of_their_gradients():
     example = load("linen_by_hand")
     step, optimizer = example["train_step"], nn.overwriting(optax.sgd(0.5))
-    step.__wrapped__.__globals__.update(MODEL=Bilinear(), TX=optimizer)
+    step.__wrapped__.__globals__.update(TX=optimizer)
     users, items = rounded(3, 4, 6), rounded(3, 4, 5, seed=1)
     variables = {"w": rounded(6, 5, seed=2, scale=0.1)}
-    after, _ = step(variables, optimizer.init(variables), users, items)
+    after, _ = step(Bilinear(), variables, optimizer.init(variables), users, items)
 
     def cross_entropy(w, user, item):
         scores = user @ w @ item.T

@@ -1,5 +1,7 @@
 """Choices for sites, given from outside of a model, and planned models."""
 
+import dataclasses
+
 import jax
 import pytest
 from flax import linen
@@ -94,7 +96,7 @@ def test_a_planned_model_runs_its_choices_and_checks_their_paths():
 
 def test_a_planned_model_initializes_the_scales_of_sites_deep_inside():
     plain = nn.Planned(Pair(DELAYED))
-    planned = plain.with_initialized_scales()
+    planned = dataclasses.replace(plain, scales_initialized=True)
     for model, is_set in ((plain, False), (planned, True), (nn.Planned(planned), True)):
         recipes = [site.plan.recipe for site in nn.list_sites(model, X)]
         assert [recipe.scales_initialized for recipe in recipes] == [is_set] * 3

@@ -23,8 +23,9 @@ from tests.support.nn import (
     states,
     table_of,
 )
+from tests.support.recipes import recipe_of
 
-SET = f"{DELAYED}:initialized"
+SET = recipe_of(f"{DELAYED}:initialized")
 
 
 @pytest.mark.parametrize(

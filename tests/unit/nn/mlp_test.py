@@ -27,6 +27,7 @@ from tests.support.nn import (
     states,
     stored_table,
 )
+from tests.support.recipes import recipe_of
 
 X = support.normal(32, 48)
 
@@ -150,7 +151,7 @@ WIDE = nn.Mlp(
     activation="hard_swish",
     ends_linear=True,
 )
-SET = WIDE.clone(recipe=f"{DELAYED}:initialized", implementation="group")
+SET = WIDE.clone(recipe=recipe_of(f"{DELAYED}:initialized"), implementation="group")
 
 
 @pytest.fixture

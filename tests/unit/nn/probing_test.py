@@ -19,6 +19,7 @@ from tests.support.nn import (
     rounded,
     stored_table,
 )
+from tests.support.recipes import recipe_of
 
 ROWS, K, N = 40, 16, 8
 CONFIG = ProbeConfig(max_rows=16)
@@ -66,7 +67,10 @@ def test_probe_is_shown_each_product_without_what_follows_it(monkeypatch):
     [
         # Nothing is stored of an operand without an amax, unless that is promised.
         (DELAYED, (FACTORS[0], 0, FACTORS[2])),
-        (f"{DELAYED}:initialized", (FACTORS[0], maxima.SMALLEST, FACTORS[2])),
+        (
+            recipe_of(f"{DELAYED}:initialized"),
+            (FACTORS[0], maxima.SMALLEST, FACTORS[2]),
+        ),
     ],
 )
 def test_probe_is_shown_the_factors_that_operands_are_cast_with(

@@ -8,13 +8,14 @@ from loka_jax.ops.plan import describe, resolve, resolve_served
 from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice, SiteSpec
 from tests.support import stand_ins
+from tests.support.recipes import recipe_of
 
 SPEC = SiteSpec(64, 32, 48, norm="layer")
 TOO_WIDE = {"dense_norm": "too wide"}
 
 
 def pallas(name, spec=SPEC, device=stand_ins.HOPPER):
-    return resolve(spec, Choice("pallas", get_recipe(name)), device)
+    return resolve(spec, Choice("pallas", recipe_of(name)), device)
 
 
 def kernels(plan):

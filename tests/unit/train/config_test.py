@@ -89,7 +89,6 @@ NAN = float("nan")
         (lambda: dlrm(name="../a"), "letters, digits and any of"),
         (lambda: dlrm(dropout_rate=NAN), "--dropout-rate nan must be in [0, 1)."),
         (lambda: dlrm(top_mlp=(8, 0)), "--top-mlp (8, 0) must be positive."),
-        (lambda: dlrm(recipe=f"{DELAYED}:initialized"), "leave out ':initialized'"),
         (lambda: dlrm(recipe="fp8_rowise"), "did you mean 'fp8_rowwise'"),
         (lambda: RunOptions(profile="5:0"), "must be START:STEPS"),
         (lambda: RunOptions(watchdog=1e6 + 1), "at most 1,000,000"),
@@ -125,14 +124,17 @@ def test_steps_are_observed_when_they_are_due():
     options = ProbeOptions(every=4)
     due = {step: options.config_at(step) for step in range(90)}
     moves = {k: v.moves_weight_covariances for k, v in due.items() if v is not None}
-    assert moves == {step: step in (0, 80) for step in range(0, 90, 4)}
+    early = range(6)  # four times as often until the first review
+    assert moves == {step: step in (0, 80) for step in {*early, *range(0, 90, 4)}}
     assert due[0].recipes == options.recipes and due[0].decay == options.decay
     assert options.look_every == 4
     for never, looks in ((ProbeOptions(), 64), (ProbeOptions(every=0), 0)):
         assert not any(never.config_at(step) for step in range(10))
         assert never.first_review() is None and never.look_every == looks
-    # After five observed steps beside the first: 0, 4, 8, 12, 16, 20.
-    assert options.first_review() == 21
+    # After five observed steps beside the first.
+    assert options.first_review() == 6 and ProbeOptions(every=64).first_review() == 81
+    observed = [x for x in range(130) if ProbeOptions(every=64).config_at(x)]
+    assert observed == [0, 16, 32, 48, 64, 80, 128]
 
 
 def test_the_model_of_a_run_has_the_tasks_and_columns_of_its_data():

@@ -36,5 +36,5 @@ def test_what_is_due_between_steps_ends_a_call(monkeypatch):
 
 
 def test_observed_and_traced_steps_are_taken_one_by_one():
-    assert [of(step, probe=16) for step in (0, 4, 12, 16)] == [1, 4, 4, 1]
+    assert [of(step, probe=16) for step in (32, 36, 44, 48)] == [1, 4, 4, 1]
     assert [of(step, profile="5:2") for step in (0, 4, 8)] == [4, 1, 4]

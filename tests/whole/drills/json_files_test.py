@@ -24,6 +24,7 @@ from loka_jax import jsonfile, nn, saved_format
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.performance import PerformanceModel
+from loka_jax.dispatch.printing import print_plan
 from loka_jax.measure.intervals import Interval
 from loka_jax.report import charts
 from loka_jax.report.run_files import RunFiles
@@ -32,7 +33,6 @@ from loka_jax.site import BF16
 from loka_jax.train import build as build_lib
 from loka_jax.train.checkpoints import manifest
 from loka_jax.train.folder.record import RunRecord, read_run
-from loka_jax.train.logs.printing import print_plan
 from loka_jax.train.planning import choose_plan
 from tests.drills.damage import changed_json, mutated
 from tests.support import drills
@@ -78,7 +78,7 @@ def follow(path: Path) -> list[str]:
     """Returns the names of the choices in the plan that a run follows."""
     config = dataclasses.replace(support.config(), plan=str(path))
     chosen = choose_plan(config, sites(), 20, source=run().source)
-    print_plan(Console(file=io.StringIO()), chosen.plan, chosen.notes)
+    print_plan(Console(file=io.StringIO()), chosen.plan, chosen.notes, ())
     return [choice.name for _, choice in chosen.plan.choices]
 
 

@@ -9,12 +9,13 @@ from loka_jax.models import Dcnv2
 from loka_jax.nn import group as groups
 from tests import support
 from tests.support.nn import DELAYED, initialized, record_calls, table_of
+from tests.support.recipes import recipe_of
 
 
 def test_gradients_of_one_operation_over_two_devices_are_those_of_one(monkeypatch):
     if jax.device_count() < 2:
         pytest.skip("needs two devices")
-    recipe = f"{DELAYED}:initialized"
+    recipe = recipe_of(f"{DELAYED}:initialized")
     options = dict(recipe=recipe, implementation="group")
     model = Dcnv2(num_cross_layers=2, deep_mlp=(32, 16), **options)
     # 13 + 35 features, and zeros.

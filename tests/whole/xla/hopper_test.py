@@ -9,6 +9,7 @@ import pytest
 
 from loka_jax import fp8, nn, xla
 from tests.support import hopper
+from tests.support.recipes import recipe_of
 
 # Recipe -> FP8 GEMMs and other products of a Dense, forward and backward.
 PRODUCTS = {
@@ -49,7 +50,7 @@ on_this_gpu = pytest.param(compiled_here, marks=pytest.mark.gpu, id="on_gpu")
 @pytest.mark.parametrize("compiled", [hopper.compiled, on_this_gpu])
 @pytest.mark.parametrize("recipe", PRODUCTS)
 def test_fp8_operands_reach_the_gemms_of_a_dense(recipe, compiled):
-    step, args = gradients_of(nn.Dense(256, recipe=recipe, use_bias=False))
+    step, args = gradients_of(nn.Dense(256, recipe=recipe_of(recipe), use_bias=False))
     assert counts(compiled(step, *args)) == PRODUCTS[recipe]
 
 

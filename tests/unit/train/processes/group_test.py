@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from loka_jax.dispatch import processes as agreed
 from loka_jax.train.processes import group
 from loka_jax.train.processes.group import (
     Processes,
@@ -105,7 +106,7 @@ def test_all_processes_get_the_text_of_the_first(monkeypatch):
     first = "gr\u00f6!".encode()  # five bytes
     told = [np.int32(len(first)), np.frombuffer(first, np.uint8)]
     broadcast = mock.Mock(side_effect=told)
-    monkeypatch.setattr(group, "broadcast_one_to_all", broadcast)
+    monkeypatch.setattr(agreed, "broadcast_one_to_all", broadcast)
     assert Processes(1, 2).same("a text of another length") == "gr\u00f6!"
     # All must give arrays of the same size.
     assert [np.shape(call.args[0]) for call in broadcast.mock_calls] == [(), (5,)]

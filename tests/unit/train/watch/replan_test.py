@@ -10,13 +10,17 @@ import pytest
 
 from loka_jax import triton
 from loka_jax.data import Position
+from loka_jax.dispatch import learned
 from loka_jax.dispatch.drift import HOME_LOOKS, LOOKS, SiteDrift
-from loka_jax.dispatch.plan import as_json
+from loka_jax.dispatch.first_use import CheckedPlan
+from loka_jax.dispatch.outlook import with_rows
+from loka_jax.dispatch.plan import DispatchPlan, as_json
 from loka_jax.dispatch.policy import Decision, Limits
 from loka_jax.probe import live_errors
 from loka_jax.probe.site import SiteStats
 from loka_jax.site import BF16, Choice
 from loka_jax.train import build as build_lib
+from loka_jax.train import planning
 from loka_jax.train.config import DispatchOptions, ProbeOptions
 from loka_jax.train.watch import replan
 from loka_jax.train.watch.host_state import Progress
@@ -28,6 +32,11 @@ from tests.support.loop import start_state
 CROSS = ["cross/u_0", "cross/u_1"]
 DELAYED = "xla fp8_tensorwise_delayed"
 ROW = Choice.parse(support.ROW)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def progress_of(**options):
@@ -47,13 +56,20 @@ def crossed():
         yield run
 
 
+def reviewed(run, probe, progress, said=None):
+    """Returns what follows a review, which says what is said there."""
+    return replan.review(
+        run, probe, progress, [].append if said is None else said.append
+    )
+
+
 def after_drift(run, progress, **sites):
     """Returns what follows looks at sites of the cross network, by their names."""
     looks = {path: SiteDrift(looks=9) for path in (*CROSS, "deep_mlp/dense_0")}
     looks |= progress.drift
     for name, changes in sites.items():
         looks[f"cross/{name}"] = dataclasses.replace(looks[f"cross/{name}"], **changes)
-    return replan.review(run, {}, dataclasses.replace(progress, drift=looks))
+    return reviewed(run, {}, dataclasses.replace(progress, drift=looks))
 
 
 def away(progress):
@@ -112,6 +128,7 @@ def test_kernels_that_do_not_compile_are_left_to_xla(crossed):
 
 SITES = BOTTOM, TOP = ("bottom_mlp/dense_1", "top_mlp/dense_0")
 PROBE = ProbeOptions(every=1, recipes=("fp8_rowwise",))
+LONG = 10**9  # steps of 2 us, of which FP8 saves a half
 LIMITS = Limits(healthy=3.0, worst_row=30.0)  # errors of 3 x 0.037 = 0.111
 
 
@@ -125,7 +142,8 @@ def run(tmp_path_factory):
         how = dict(
             plan=str(table), probe=PROBE, dispatch=DispatchOptions(limits=LIMITS)
         )
-        yield build_lib.build(dataclasses.replace(support.config(), **how))
+        built = build_lib.build(dataclasses.replace(support.config(), **how))
+        yield dataclasses.replace(built, total_steps=LONG)
 
 
 def seen(steps=9.0, **errors):
@@ -145,26 +163,26 @@ GOOD = {path: 0.03 for path in SITES}
 
 def promoted(run, progress=None):
     """Returns the run after a review of good errors, and its progress."""
-    change = replan.review(run, seen(**GOOD), progress or progress_of())
+    change = reviewed(run, seen(**GOOD), progress or progress_of())
     return run.replanned(change.plan), change.progress
 
 
 def test_sites_enter_fp8_and_one_that_leaves_it_is_remembered_and_looked_at_anew(run):
     now, progress = promoted(run)
     assert [dict(now.plan.choices)[path] for path in SITES] == [ROW] * 2
-    assert replan.review(now, seen(**GOOD), progress) is None
-    assert replan.review(run, seen(2.0, **GOOD), progress_of()) is None  # too few
+    assert reviewed(now, seen(**GOOD), progress) is None
+    assert reviewed(run, seen(2.0, **GOOD), progress_of()) is None  # too few
     drift = {path: SiteDrift(looks=9) for path in SITES}
     before = progress_of(drift=drift, unsafe=("x",))
-    plan, (said,), progress = replan.review(now, seen(**{TOP: 0.12}), before)
+    plan, (said,), progress = reviewed(now, seen(**{TOP: 0.12}), before)
     assert dict(plan.choices) == {**dict(now.plan.choices), TOP: BF16}
     assert f"step 80: {TOP} runs in bfloat16 now: the live error of its" in said
     assert progress.unsafe == ("x", TOP) and list(progress.drift) == [BOTTOM]
     # 0.1 is within 0.111, but not within three quarters of it.
     again, now = seen(**{TOP: 0.1}), now.replanned(plan)
-    assert replan.review(now, again, progress) is None
-    assert replan.review(now, again, progress_of()) is not None
-    assert replan.review(now, seen(**GOOD), progress) is not None
+    assert reviewed(now, again, progress) is None
+    assert reviewed(now, again, progress_of()) is not None
+    assert reviewed(now, seen(**GOOD), progress) is not None
 
 
 @pytest.fixture
@@ -185,7 +203,7 @@ def test_a_site_returns_from_drift_once_its_live_errors_are_low(
     run, by_row, error, returns
 ):
     back = progress_of(drift={TOP: SiteDrift(left=by_row, demotions=1, home=9)})
-    found = replan.review(run, {} if error is None else seen(**{TOP: error}), back)
+    found = reviewed(run, {} if error is None else seen(**{TOP: error}), back)
     assert (found is not None) is returns
     if returns:
         choices = dict(found.plan.choices)
@@ -194,7 +212,57 @@ def test_a_site_returns_from_drift_once_its_live_errors_are_low(
 
 def test_one_review_follows_the_looks_and_then_the_live_errors(run, by_row):
     back = progress_of(drift={TOP: SiteDrift(left=by_row, demotions=1, home=9)})
-    plan, (returned, entered), progress = replan.review(run, seen(**GOOD), back)
+    plan, (returned, entered), progress = reviewed(run, seen(**GOOD), back)
     assert [dict(plan.choices)[path] for path in SITES] == [ROW] * 2
     assert f"{TOP} runs by {ROW.name} now: its operands are back" in returned
     assert f"{BOTTOM} runs by {ROW.name} now" in entered and not away(progress)
+
+
+def test_sites_enter_fp8_if_the_rest_of_the_run_gains_more_than_it_costs(run):
+    short, said = dataclasses.replace(run, total_steps=1_000_080), []
+    assert reviewed(short, seen(**GOOD), progress_of(), said) is None
+    assert said == [
+        "step 80: FP8 may save 2 s of the rest of the run, and entering it takes some "
+        "10 s, so that it is not entered."
+    ]
+    assert reviewed(run, seen(**GOOD), progress_of(), said) is not None
+    assert said[1].startswith("step 80: FP8 may save 2,000 s of the rest of the run")
+
+
+def test_live_errors_are_kept_for_the_next_run_of_the_same(run, monkeypatch):
+    reviewed(run, seen(**GOOD), progress_of())
+    kept = learned.kept_errors(run.source, run.sites)
+    assert set(kept) == set(SITES)
+    assert kept[TOP]["fwd"]["fp8_rowwise"]["relative_l2"].mean == pytest.approx(0.03)
+    # The next run enters FP8 at its start, and observes whether that is right.
+    config = dataclasses.replace(run.config, probe=ProbeOptions())
+    monkeypatch.setattr(
+        planning,
+        "check_plan",
+        lambda make, sites, known, *_: CheckedPlan(make(known), known),
+    )
+    sites = run.list_sites(DispatchPlan())
+    chosen = planning.choose_plan(config, sites, 20, source=run.source)
+    assert [dict(chosen.plan.choices)[path] for path in SITES] == [ROW] * 2
+    assert chosen.is_observed
+    # Another run's, of other sizes, forged for another device, torn.
+    assert learned.kept_errors("another", run.sites) == {}
+    smaller = [with_rows(site, 0.5) for site in run.sites]
+    assert learned.kept_errors(run.source, smaller) == {}
+    path = learned.learned_path(run.source)
+    text = path.read_text()
+    path.write_text(text.replace('"kernels": "', '"kernels": "0'))
+    assert learned.kept_errors(run.source, run.sites) == {}
+    for torn in (text[: len(text) // 2], text.replace("0.03", "NaN")):
+        path.write_text(torn)
+        assert learned.kept_errors(run.source, run.sites) == {} and not path.exists()
+
+
+def test_a_full_disk_is_said_and_the_review_goes_on(run, monkeypatch):
+    def write(path, table):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(learned.tables, "write", write)
+    said = []
+    assert reviewed(run, seen(**GOOD), progress_of(), said) is not None
+    assert "not kept for later runs: [Errno 28] No space left" in said[0]

@@ -21,8 +21,9 @@ PLANTED_ID, SINCE = 7, 4
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def quick(monkeypatch, tmp_path):
     support.share_data(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def _config(workdir, plan, probe=PROBE, **loop):
@@ -59,7 +60,8 @@ def _plant_outlier(monkeypatch):
 
 
 def test_sites_enter_fp8_by_live_errors_and_leave_it(tmp_path, monkeypatch):
-    table = support.write_table(tmp_path / "table.json", source="another")
+    slow = dict(bf16_us=2e7, fp8_us=1e7)  # of which a few steps pay for entering FP8
+    table = support.write_table(tmp_path / "table.json", source="another", **slow)
     _plant_outlier(monkeypatch)
     monkeypatch.setattr(session, "build", support.build)
     workdir = tmp_path / "run"
