@@ -28,6 +28,7 @@ from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice
 
 RECIPES = live_errors.RECIPES  # whose live errors are measured
+_OPEN = "fp8_tensorwise"  # of a site to which nobody gave a recipe
 _OBSERVER = ErrorsAlone(recipes=tuple(map(get_recipe, RECIPES)))
 
 type Choices = Mapping[str, Choice]
@@ -83,7 +84,7 @@ class LinenLoss:
     def sites(self, batch: Any) -> tuple[nn.Site, ...]:
         """Returns the sites that the loss runs, in calling order."""
         of_loss = functools.partial(self._loss, self.model)
-        return nn.sites_of(of_loss, self.variables, batch)
+        return nn.sites_of(of_loss, self.variables, batch, recipe=_OPEN)
 
     def errors(self, choices: Choices, batches: Sequence[Any]) -> dict[str, LiveErrors]:
         """Returns live errors by path, of `RECIPES`, while these choices run."""
@@ -201,6 +202,7 @@ class NnxLoss:
             lambda state, batch: _scalar(self.loss(nnx.merge(graph, state), batch)),
             state,
             batch,
+            recipe=_OPEN,
         )
 
     def errors(self, choices: Choices, batches: Sequence[Any]) -> dict[str, LiveErrors]:

@@ -33,6 +33,7 @@ class SiteContext:
         device: that kernels are planned for; JAX's default device if None.
         called: paths of the sites that were called.
         scales_initialized: all delayed scales are initialized, whatever recipes say.
+        recipe: of the sites of conversions to which nobody gave one.
     """
 
     choices: Mapping[str, str | Recipe | Choice] = dataclasses.field(
@@ -43,6 +44,7 @@ class SiteContext:
     device: Device | None = None
     called: set[str] = dataclasses.field(default_factory=set)
     scales_initialized: bool = False
+    recipe: str | Recipe | None = None
 
     def plan(
         self,
@@ -78,7 +80,7 @@ class SiteContext:
         """All that programs depend on."""
         choices = frozenset(self.choices.items())
         seen = (self.observer, self.is_listing, self.device, self.scales_initialized)
-        return (choices, *seen)
+        return (choices, *seen, self.recipe)
 
 
 _PLAIN = SiteContext()

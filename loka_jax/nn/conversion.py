@@ -112,7 +112,7 @@ class Rules:
     def _recipe(self, path: str) -> str | Recipe | None:
         path = self.own(path)
         own = [x for x in self.conversions if _why_left(x, path, path) is None]
-        return next((x.recipe for x in own if x.recipe is not None), None)
+        return next((x.recipe for x in own if x.recipe is not None), current().recipe)
 
     def why_left(self, path: str, scope: str) -> str | None:
         """Returns why a site is left as it is, or None."""

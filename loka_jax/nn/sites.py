@@ -183,12 +183,17 @@ def list_sites(module: Any, *args, **kwargs) -> tuple[Site, ...]:
     return _listed(program)
 
 
-def sites_of(function: Callable[..., Any], *args: Any) -> tuple[Site, ...]:
+def sites_of(
+    function: Callable[..., Any], *args: Any, recipe: str | None = None
+) -> tuple[Site, ...]:
     """Returns the sites of the models that a function calls, as `list_sites` does.
 
     The function is traced, and nothing is computed.
+
+    Args:
+        recipe: of the sites of conversions to which nobody gave one.
     """
-    with site_context(is_listing=True):
+    with site_context(is_listing=True, recipe=recipe):
         program = jax.make_jaxpr(function)(*args)
     return _listed(program)
 
