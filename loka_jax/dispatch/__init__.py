@@ -12,6 +12,6 @@ drift       whether operands are still what they were, while training
 tuning      measures the sites of a model; `measuring` one site, in worker processes
 at_start    measures what may matter, within a budget
 first_use   checks what a plan chose, before it runs
-review      a plan reviewed by live errors; `entering` if that pays, `learned` keeps them
+review      a plan by live errors; `entering` if that pays, `learned` keeps them
 printing    tables of sites and plans; `outlook` the last line
 """

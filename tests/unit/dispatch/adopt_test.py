@@ -157,5 +157,8 @@ def test_without_a_gpu_the_model_runs_as_it_was_given(ranker):
     assert "a CPU only emulates it" in adopted.sentence and not adopted.plan.choices
     with pytest.raises(ValueError, match="was given 2 batches.* give it more"):
         adopt(*ranker, loss, BATCHES[:2])
+    with pytest.raises(ValueError, match="calls no `apply` of the model"):
+        with stood_in(Gpu()):
+            adopt(*ranker, lambda _, *args: loss(ranker[0], *args), BATCHES)
     with pytest.raises(ValueError, match="Linen model must be all that init"):
         adopt(ranker[0], None, loss, BATCHES)
