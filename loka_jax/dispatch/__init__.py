@@ -1,5 +1,6 @@
 """The fastest kernels that are accurate enough, per site and per GEMM.
 
+adopt       all of this for a model and a loop of one's own
 candidates  the choices that can run at a site
 table       their measurements on a device: times, errors, failures
 local       the measurements that hold on this machine
@@ -10,4 +11,7 @@ plan        the choices for a model, site by site
 drift       whether operands are still what they were, while training
 tuning      measures the sites of a model; `measuring` one site, in worker processes
 at_start    measures what may matter, within a budget
+first_use   checks what a plan chose, before it runs
+review      a plan by live errors; `entering` if that pays, `learned` keeps them
+printing    tables of sites and plans; `outlook` the last line
 """

@@ -30,7 +30,7 @@ from rich.console import Console
 
 from loka_jax import jsonfile
 from loka_jax.dispatch import plan as plans
-from loka_jax.dispatch.first_use import check_plan
+from loka_jax.dispatch.first_use import CheckedPlan, check_plan
 from loka_jax.dispatch.header import Header, header_here
 from loka_jax.dispatch.local import local_performance
 from loka_jax.dispatch.model_loss import RECIPES, ModelLoss, loss_of
@@ -199,7 +199,7 @@ class _Choosing:
         ) -> DispatchPlan:
             return plans.make_plan(sites, known, limits=self.limits, errors=errors)
 
-        plan, notes = self._checked(make_plan, performance)
+        plan, performance, notes = self._checked(make_plan, performance)
         sentence = last_line(plan, self.sites, performance, make_plan, _REMEDIES)
         planned = self._planned(plan, sentence)
         if all(choice == BF16 for _, choice in plan.choices):
@@ -211,27 +211,31 @@ class _Choosing:
             return planned, more, notes
         gain = times.bf16_us / times.plan_us
         measured = f"{times.plan_us:,.0f} us against {times.bf16_us:,.0f}"
-        if gain >= _LEAST_GAIN:
-            in_fp8 = sum(choice.is_fp8 for _, choice in plan.choices)
-            gained = (
-                f"{in_fp8} of {len(self.sites)} sites run in FP8: the gradients of a "
-                f"batch are computed {gain - 1:.0%} faster than in XLA's bfloat16 "
-                f"({measured})."
+        if gain < _LEAST_GAIN:
+            lost = (
+                "No site runs in FP8: the gradients of a batch would not be computed "
+                f"faster than in XLA's bfloat16 ({measured}); a larger batch may "
+                "change that."
             )
-            return planned, gained, notes
-        lost = (
-            "No site runs in FP8: the gradients of a batch would not be computed "
-            f"faster by it ({measured} in bfloat16); a larger batch may change that."
+            return in_bf16, lost, notes
+        gained = (
+            f"the gradients of a batch are computed {gain - 1:.0%} faster than in "
+            f"XLA's bfloat16 ({measured})"
         )
-        return in_bf16, lost, notes
+        in_fp8 = sum(choice.is_fp8 for _, choice in plan.choices)
+        if in_fp8:
+            sentence = f"{in_fp8} of {len(self.sites)} sites run in FP8: {gained}."
+            return planned, sentence, notes
+        return planned, f"{sentence} By our kernels {gained}.", notes
 
     def _checked(
         self, make_plan: Callable[..., DispatchPlan], performance: PerformanceModel
-    ) -> tuple[DispatchPlan, tuple[str, ...]]:
+    ) -> CheckedPlan:
         """Returns the plan of candidates that were checked; the first process's."""
         if jax.process_index():
             value = json.loads(same_text(""))
-            return plans.from_json(value, self.sites, "the first process"), ()
+            plan = plans.from_json(value, self.sites, "the first process")
+            return CheckedPlan(plan, performance)
         checked = check_plan(
             functools.partial(make_plan, self.sites),
             self.sites,
@@ -242,7 +246,7 @@ class _Choosing:
         )
         if jax.process_count() > 1:
             same_text(jsonfile.dumps(plans.as_json(checked.plan)))
-        return checked.plan, checked.notes
+        return checked
 
     def _planned(self, plan: DispatchPlan, sentence: str) -> Adopted:
         return _adopted(self.of_loss, plan, self.batches, self.sites, sentence)

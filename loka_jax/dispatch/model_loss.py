@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from loka_jax import nn
@@ -138,6 +139,11 @@ class LinenLoss:
         found: dict[str, Any] = {}
         loss = functools.partial(self._loss, _Making(model, self.model, found))
         jax.eval_shape(loss, self.variables, batch)
+        if not found:
+            raise ValueError(
+                "loss(model, variables, batch) calls no `apply` of the model that it "
+                "is given: call that one, whose plan can change."
+            )
         return found
 
 
@@ -293,8 +299,24 @@ def _over(
     for step, batch in enumerate(batches):
         seen = observe(variables, jnp.asarray(step, jnp.float32), batch)
         for path, x in seen.items():
-            errors[path] = live_errors.merge(errors[path], x) if path in errors else x
-    return jax.device_get(errors)
+            # All steps count alike, and so do those of each layer of a stack.
+            errors[path] = _sum(errors[path], x) if path in errors else x
+    return {path: _largest(x) for path, x in jax.device_get(errors).items()}
+
+
+def _sum(a: LiveErrors, b: LiveErrors) -> LiveErrors:
+    return LiveErrors(a.steps + b.steps, a.sums + b.sums)
+
+
+def _largest(errors: LiveErrors) -> LiveErrors:
+    """Returns the errors of a site: of those of a stack of layers the largest."""
+    sums = np.asarray(errors.sums)
+    sums = sums.reshape(-1, *sums.shape[-4:])
+    weight, total = sums[..., 0], sums[..., 2]
+    means = np.where(weight > 0, total / np.where(weight > 0, weight, 1.0), -1.0)
+    place = np.argmax(means, axis=0)[None, ..., None]
+    largest = np.take_along_axis(sums, place, axis=0)[0]
+    return LiveErrors(np.max(errors.steps), jnp.asarray(largest))
 
 
 def _at_step(shapes: Any, step: Float[Array, ""]) -> Any:

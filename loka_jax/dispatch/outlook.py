@@ -21,7 +21,7 @@ from loka_jax.nn import Site
 from loka_jax.ops.device import local_device
 from loka_jax.site import BF16, SiteSpec
 
-_LARGER = (2, 4, 8, 16)  # batches that are tried
+_LARGER = (4, 16)  # batches that are tried
 
 # From sites, what is known of the times and, if they are not the table's, errors.
 type MakePlan = Callable[..., DispatchPlan]

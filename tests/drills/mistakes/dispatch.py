@@ -7,6 +7,62 @@ _MEASURE, _SURVEY = "loka_jax/measure", "loka_jax/survey"
 
 MISTAKES = [
     Mistake(
+        "a model that adopts FP8 begins with scales that no step has made",
+        f"{_DISPATCH}/model_loss.py",
+        "                scales = after(scales, self.variables, batch)",
+        "                pass",
+        "unit/dispatch/adopt_test.py",
+    ),
+    Mistake(
+        "a plan whose step is slower is adopted",
+        f"{_DISPATCH}/adopt.py",
+        "        if gain < _LEAST_GAIN:",
+        "        if gain < 0:",
+        "unit/dispatch/adopt_test.py",
+    ),
+    Mistake(
+        "a plan of other kernels is followed",
+        f"{_DISPATCH}/adopt.py",
+        "    if reason := saved.identity.header.why_not(here.header):",
+        "    if reason := here.header.why_not(here.header):",
+        "unit/dispatch/adopt_test.py",
+    ),
+    Mistake(
+        "each process measures a plan of its own",
+        f"{_DISPATCH}/adopt.py",
+        "        if jax.process_index():",
+        "        if not jax.process_count():",
+        "unit/dispatch/adopt_test.py",
+    ),
+    Mistake(
+        "sites over a mesh are planned for the rows of all devices",
+        f"{_DISPATCH}/adopt.py",
+        "    share = 1 / _devices(batch)",
+        "    share = 1.0",
+        "whole/dispatch/adopt_test.py",
+    ),
+    Mistake(
+        "kept errors count for a site of other sizes",
+        f"{_DISPATCH}/learned.py",
+        "        entry = table.sites.get(table_key(site.spec), Entry())",
+        "        entry = [*table.sites.values()][0]",
+        "unit/train/watch/replan_test.py",
+    ),
+    Mistake(
+        "FP8 is entered however few steps are left",
+        f"{_DISPATCH}/entering.py",
+        "        return self.saves > self.costs",
+        "        return self.saves > 0",
+        "unit/train/watch/replan_test.py",
+    ),
+    Mistake(
+        "layers with other kernels share a row",
+        f"{_DISPATCH}/printing.py",
+        'alike.setdefault((_NUMBER.sub("#", row[0]), row[1]), [])',
+        'alike.setdefault(_NUMBER.sub("#", row[0]), [])',
+        "unit/dispatch/printing_test.py",
+    ),
+    Mistake(
         "an error counts by its lower end",
         f"{_DISPATCH}/policy.py",
         "high = errors[name].high",

@@ -11,6 +11,7 @@ import pytest
 from flax import linen
 
 from loka_jax import nn
+from loka_jax.dispatch import adopt as adopt_lib
 from loka_jax.dispatch.adopt import adopt
 from loka_jax.dispatch.policy import Limits
 from loka_jax.scaling import DelayedScaling
@@ -120,10 +121,44 @@ def test_what_keeps_fp8_out_is_said(ranker, gpu, options, text):
     assert re.search(text, adopted.sentence)
 
 
+def test_all_processes_follow_the_first(ranker, monkeypatch):
+    sent = []
+
+    def first_says(text):
+        sent.append(text)
+        return text
+
+    def told(text):
+        del text
+        return sent.pop(0)
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(adopt_lib, "same_text", first_says)
+    first = adopted_on(Gpu(), ranker)
+    # Another one has measured that no FP8 is fast, and that its step is slower by it.
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(adopt_lib, "same_text", told)
+    other = adopted_on(Gpu({BF16.name: 2.0, DELAYED: 1.95}, plan_us=400.0), ranker)
+    assert not sent and choices(other) == choices(first)
+    assert other.sentence == first.sentence
+
+
+def test_kernels_of_ours_without_fp8_are_told_apart(ranker):
+    other = "xla f32"  # stands for a kernel in bfloat16 that runs here
+    adopted = adopted_on(Gpu({BF16.name: 2.0, other: 1.0}), ranker)
+    assert adopted.sentence.startswith("No site runs in FP8: no kernel in FP8 is")
+    assert (
+        "By our kernels the gradients of a batch are computed 50%" in adopted.sentence
+    )
+
+
 def test_without_a_gpu_the_model_runs_as_it_was_given(ranker):
     adopted = adopt(*ranker, loss, BATCHES, say=lambda text: None)
     assert "a CPU only emulates it" in adopted.sentence and not adopted.plan.choices
     with pytest.raises(ValueError, match="was given 2 batches.* give it more"):
         adopt(*ranker, loss, BATCHES[:2])
+    with pytest.raises(ValueError, match="calls no `apply` of the model"):
+        with stood_in(Gpu()):
+            adopt(*ranker, lambda _, *args: loss(ranker[0], *args), BATCHES)
     with pytest.raises(ValueError, match="Linen model must be all that init"):
         adopt(ranker[0], None, loss, BATCHES)

@@ -61,7 +61,7 @@ def test_a_larger_batch_is_tried():
     slow = {name: times[BF16.name] for name in times}
     known = known.with_table(Table(HEADER, {small.spec: Entry({"training": slow})}))
     line = line_of([small], known, errors(rowwise=0.01))
-    assert "not faster at these rows; a batch 2 times as large would run" in line
+    assert "not faster at these rows; a batch 4 times as large would run" in line
 
 
 def test_without_a_gpu_there_are_no_times():

@@ -10,8 +10,11 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 from loka_jax import nn
+from loka_jax.dispatch import model_loss
 from loka_jax.dispatch.adopt import adopt
+from loka_jax.probe.live_errors import LiveErrors
 from loka_jax.scaling import DelayedScaling
+from loka_jax.site import BF16
 from tests.support.adopting import DELAYED, Gpu, stood_in
 
 pytestmark = pytest.mark.usefixtures("as_users_do")
@@ -89,3 +92,36 @@ def test_it_is_asked_again_while_a_train_state_is_trained():
     # The optimizer's state goes on, and so do the parameters.
     state = state.replace(params=again.variables, apply_fn=again.model.apply)
     assert steps(state, stacked)[1][0] < 0.5 * losses[0]
+
+
+class Layer(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        return x + linen.relu(linen.Dense(48)(linen.LayerNorm()(x))), None
+
+
+class Deep(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        how = dict(variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        x, _ = linen.scan(Layer, **how)()(x, None)
+        return linen.Dense(1, name="head")(linen.LayerNorm()(x))[:, 0]
+
+
+def test_a_site_of_layers_in_a_scan_is_judged_by_the_worst_of_them():
+    model = nn.convert(Deep(), skip="head")
+    variables = jax.jit(model.init)(jax.random.key(0), X[0])
+    # A head reads the layers, so that dlhs is no product for FP8.
+    name = f"{DELAYED}/bf16/fp8_tensorwise_delayed"
+    with stood_in(Gpu({BF16.name: 2.0, name: 1.0})):
+        found = adopt(model, variables, loss, BATCHES, say=lambda text: None)
+    ((_, decision),) = found.plan.decisions
+    assert decision.choice.name == name, decision
+    (tables,) = jax.tree.leaves(found.variables[nn.OVERWRITE_WITH_GRADIENT])
+    assert len(tables) == 3 and np.all(DelayedScaling(tables).factors > 0)
+    # The error of a stack is the largest of its layers'.
+    sums = np.zeros((3, 1, 3, 3, 4), np.float32)
+    sums[..., 0], sums[..., 1] = 4.0, 4.0
+    sums[..., 2] = np.arange(3).reshape(3, 1, 1, 1)
+    largest = model_loss._largest(LiveErrors(np.full(3, 4.0), sums))
+    assert largest.sums.shape == (1, 3, 3, 4) and np.all(largest.sums[..., 2] == 2)
