@@ -16,6 +16,7 @@ the host, as whoever asks may be tracing a program.
 """
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ SUMS = 2.0**-16  # of float32 in another order
 SHAPE = (199, 333)
 
 _WORKERS = 8  # cases that are compiled at a time
+_PAUSE_S = 2.0  # before what failed is tried again
 # A reference runs once: XLA's search for its fastest kernels takes longer than it.
 _QUICK = {"xla_gpu_autotune_level": "0"}
 # Of 8-bit codes, the share that rounding may move to the next one.
@@ -79,15 +81,24 @@ def why_any_wrong(
 
 def _why_wrong(case: Case, compiled: Callable[[Callable], Callable]) -> str | None:
     try:
-        operands = jax.tree.map(jnp.asarray, case.draw())
-        expected = jax.jit(case.reference, compiler_options=_QUICK)(*operands)
-        found = compiled(case.kernel)(*operands)
-        jax.block_until_ready((expected, found))
+        try:
+            found, expected = _results(case, compiled)
+        except Exception:  # a busy machine may fail to start a compiler
+            time.sleep(_PAUSE_S)
+            found, expected = _results(case, compiled)
     except Exception as error:  # of any kind: the caller gets it as a reason
         is_full = EXHAUSTED in str(error)
         return NO_MEMORY if is_full else f"{case.name} does not run: {one_line(error)}"
     reason = why_off(found, expected, case.noise)
     return None if reason is None else f"{case.name}: {reason}"
+
+
+def _results(case: Case, compiled: Callable[[Callable], Callable]) -> tuple[Any, Any]:
+    """Returns the results of a case's kernel and of its reference."""
+    operands = jax.tree.map(jnp.asarray, case.draw())
+    expected = jax.jit(case.reference, compiler_options=_QUICK)(*operands)
+    found = compiled(case.kernel)(*operands)
+    return jax.block_until_ready((found, expected))
 
 
 def why_off(found: PyTree, expected: PyTree, noise: float = NOISE) -> str | None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from loka_jax.fp8 import E4M3
 from loka_jax.normed import XHAT_MAX_FEATURES, Outputs, norm_features
+from loka_jax.pallas.activations import why_not as _why_not_activation
 from loka_jax.pallas.dense_norm import dense_norm
 from loka_jax.pallas.dense_norm_layout import Problem
 from loka_jax.pallas.dense_norm_layout import why_not as _why_not_dense_norm
@@ -46,7 +47,7 @@ def why_not(spec: SiteSpec, recipe: Recipe) -> str | None:
         formats = {jnp.dtype(c.dtype) for c in (recipe.fwd.first, recipe.fwd.second)}
         if formats != {jnp.dtype(E4M3)}:
             return f"recipe {recipe.name!r} has a forward product that is not E4M3"
-    return None
+    return _why_not_activation(spec.activation)
 
 
 def training_outputs(spec: SiteSpec, recipe: Recipe) -> Outputs:

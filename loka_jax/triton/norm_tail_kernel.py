@@ -260,7 +260,8 @@ def _kept(given, row, column, of):
     """Returns a tile of xhat, zeros where there is none."""
     if given.xhat is None:
         return tl.zeros((of.block_m, of.block_n), tl.float32)
-    return read(given.xhat, row, column, of) * (1.0 / of.xhat_scale)
+    else:
+        return read(given.xhat, row, column, of) * (1.0 / of.xhat_scale)
 
 
 @triton.jit
@@ -268,12 +269,12 @@ def _kept(given, row, column, of):
 def _gradient(v, given, row, column, of):
     """Returns the gradient of what gamma and beta make, zeros past the end of rows."""
     g = _sum(given.gradients, row, column, of)
-    if of.acts_first:
-        return g
-    g = _drop(g, given.dropout, row, column, of)
-    if given.factor is not None:
-        g *= decode(given.factor, row, column, of)
-    return g * slope(_affine(v, given.vectors, column, of), of.activation)
+    if not of.acts_first:
+        g = _drop(g, given.dropout, row, column, of)
+        if given.factor is not None:
+            g *= decode(given.factor, row, column, of)
+        g *= slope(_affine(v, given.vectors, column, of), of.activation)
+    return g
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import loka_jax
-from loka_jax.measure import families
+from loka_jax.measure import check_families, families
 from loka_jax.measure.check_families import why_any_wrong, why_off
 from loka_jax.measure.checking import NO_MEMORY
 from loka_jax.measure.families import BY_SITE, FAMILIES
@@ -146,6 +146,18 @@ def test_what_does_not_run_is_a_reason_and_too_little_memory_another():
         "ascending lists does not run: RuntimeError: no such instruction"
     )
     assert failing("RESOURCE_EXHAUSTED: Out of memory") == NO_MEMORY
+
+
+def test_a_compiler_that_fails_to_start_is_started_again(monkeypatch):
+    monkeypatch.setattr(check_families, "_PAUSE_S", 0.0)
+    case, errors = _case("merge"), [RuntimeError("Failed to launch ptxas")]
+
+    def compiled(kernel):
+        if errors:
+            raise errors.pop()
+        return case.reference
+
+    assert why_any_wrong([case], compiled=compiled, workers=1) is None and not errors
 
 
 @pytest.mark.parametrize(

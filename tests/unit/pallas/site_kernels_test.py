@@ -48,6 +48,11 @@ def with_cast(operand, **changes):
         (get_recipe("fp8_blockwise"), {}, "'fp8_blockwise' scales in blocks"),
         (with_cast("first", **E5M2_ROWS), {}, "a forward product that is not E4M3"),
         (with_cast("second", **E5M2_ROWS), {}, "a forward product that is not E4M3"),
+        (
+            get_recipe("bf16"),
+            dict(activation="exact_gelu"),
+            "no erf, as exact_gelu needs",
+        ),
     ],
 )
 def test_a_site_that_no_kernel_serves_has_a_reason(recipe, sizes, reason):
