@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from flax import linen
 
+from loka_jax.group import Group
 from tests.support.nn import rounded
 
 
@@ -74,3 +75,16 @@ X = rounded(32, 32)
 def loss(model, variables, x, **options):
     y = model.apply(variables, x, **options)
     return jnp.sum(jnp.sin(jnp.asarray(y, jnp.float32)))
+
+
+def layers_of(group: Group):
+    """Returns the path, norm, activation and residual of each layer of a group."""
+    return [
+        (
+            None if layer.member is None else layer.member.path,
+            layer.norm.norm,
+            layer.norm.activation,
+            layer.residual is not None,
+        )
+        for layer in group.layers
+    ]

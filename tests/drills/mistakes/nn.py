@@ -24,7 +24,7 @@ MISTAKES = [
         f"{NN}/program.py",
         "(dims[::-1], batch[::-1])",
         "(dims, batch[::-1])",
-        "unit/nn/flow_test.py",
+        "whole/nn/found_groups_test.py",
     ),
     Mistake(
         "skip wins only where only does not",
