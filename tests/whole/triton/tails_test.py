@@ -218,7 +218,10 @@ def test_orders_of_norm_tails_are_those_of_xla(order, norm, activation, tile):
     shape = 47, 79
     bias, gamma, beta = (support.normal(shape[1], seed=seed) for seed in (3, 6, 7))
     affine = (1 + gamma / 4, beta) if norm != "none" else ()
-    vectors, epilogue = NormVectors(bias, *affine), Epilogue(norm, activation, 0, order)
+    vectors, epilogue = (
+        NormVectors(bias, *affine),
+        Epilogue(norm, activation, 0.0, order),
+    )
     z, r = _product(shape, 0), support.normal(*shape, seed=1, dtype=jnp.bfloat16)
     words = jnp.array([0x12345678, 0x9ABCDEF0], jnp.uint32)
     rest = vectors, Dropout(words, 0.25)
