@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from loka_jax.chosen import Chosen, choose
 from loka_jax.nn.context import current
-from loka_jax.nn.found_groups import Layer
+from loka_jax.nn.found_layers import Layer
 from loka_jax.nn.products import Product
 from loka_jax.nn.program import Program
 from loka_jax.nn.sites import Site

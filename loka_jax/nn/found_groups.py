@@ -8,145 +8,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from loka_jax.fp8 import SIZE_MULTIPLE
 from loka_jax.group import Cross, Dense, Group, Member
 from loka_jax.nn.follow import Following, following
-from loka_jax.nn.products import Product, follow, order_of, products_of, uncast
+from loka_jax.nn.found_layers import CASTS, Layer, Network
+from loka_jax.nn.products import Product, follow, products_of, uncast
 from loka_jax.nn.program import Program, Step, Value
-from loka_jax.normed import Epilogue
-from loka_jax.site import SiteSpec
-
-_CASTS = ("convert_element_type",)
-
-
-@dataclasses.dataclass(eq=False)
-class Layer:
-    """A layer of a group in a program: a product and what follows, or a norm alone."""
-
-    reads: Value
-    product: Product | None
-    follows: list[Following]
-
-    @property
-    def result(self) -> Value:
-        """The value that it makes."""
-        if self.follows:
-            return self.follows[-1].end
-        assert self.product is not None
-        return self.product.step.outputs[0]
-
-    @property
-    def sites(self) -> "list[Layer]":
-        """The layer of each product."""
-        return [] if self.product is None else [self]
-
-    @property
-    def inner(self) -> list[Value]:
-        """What it makes and reads itself."""
-        return []
-
-    @property
-    def steps(self) -> set[Step]:
-        """The equations that it stands for."""
-        own = set() if self.product is None else {self.product.step}
-        return own.union(*(x.steps for x in self.follows))
-
-    def part(self, kind: str) -> Following | None:
-        """Returns what of a kind follows, or None."""
-        return next((x for x in self.follows if x.kind == kind), None)
-
-    @property
-    def residual(self) -> Value | None:
-        """The value that is added, or a factor; None without."""
-        found = self.part("residual") or self.part("factor")
-        return None if found is None else found.vectors[0]
-
-    @property
-    def dropout(self) -> float:
-        """The share of its result that is dropped."""
-        found = self.part("dropout")
-        return 0.0 if found is None else found.rate
-
-    @property
-    def epilogue(self) -> Epilogue:
-        """Its norm and activation, and their order."""
-        norm, act = self.part("norm"), self.part("activation")
-        norm_name: Any = "none" if norm is None else norm.name
-        activation: Any = "none" if act is None else act.name
-        epsilon = 1e-6 if norm is None else norm.epsilon
-        order = order_of([x.kind for x in self.follows])
-        assert order is not None
-        return Epilogue(norm_name, activation, epsilon, order)
-
-    @property
-    def spec(self) -> SiteSpec:
-        """The site of its product, with its norm and activation."""
-        assert self.product is not None
-        return dataclasses.replace(
-            self.product.spec,
-            norm=self.epilogue.norm,
-            activation=self.epilogue.activation,
-            use_bias=self.part("bias") is not None,
-        )
-
-    @property
-    def is_below_head(self) -> bool:
-        """True if a product too narrow for FP8 reads the result, with no norm."""
-        if self.part("norm") is not None:
-            return False
-        result = uncast(self.result)
-        readers = [*result.readers]
-        for step in result.readers:
-            if step.name in _CASTS:
-                readers += step.outputs[0].readers
-        return any(
-            step.name == "dot_general" and step.outputs[0].shape[-1:] < (SIZE_MULTIPLE,)
-            for step in readers
-        )
-
-    @property
-    def rows(self) -> int:
-        """The rows of its result."""
-        for layer in self.sites:
-            assert layer.product is not None
-            return layer.product.spec.m
-        return math.prod(self.reads.shape[:-1])
-
-
-@dataclasses.dataclass(eq=False)
-class Network(Layer):
-    """A cross network: layers `x_{l+1} = x_0 * (W_l x_l + b_l) + x_l`.
-
-    Attributes:
-        parts: the products of each layer, of V and U or of W.
-        sums: the last step of each.
-    """
-
-    parts: list[list[Layer]] = dataclasses.field(default_factory=list)
-    sums: list[Following] = dataclasses.field(default_factory=list)
-
-    @property
-    def result(self) -> Value:
-        """The features after the last layer."""
-        return self.sums[-1].end
-
-    @property
-    def sites(self) -> list[Layer]:
-        """The layer of each product."""
-        return [x for own in self.parts for x in own]
-
-    @property
-    def inner(self) -> list[Value]:
-        """What it makes and reads itself."""
-        between = [x.result for own in self.parts for x in own[:-1]]
-        return [*between, *(x.end for x in self.sums[:-1])]
-
-    @property
-    def steps(self) -> set[Step]:
-        """The equations that it stands for."""
-        return set().union(*(x.steps for x in (*self.sites, *self.sums)))
 
 
 @dataclasses.dataclass(eq=False)
@@ -253,7 +122,7 @@ def _residual_of(value: Value, x: Value) -> Following | None:
 
 def _is_read_within(value: Value, steps: Collection[Step]) -> bool:
     """Returns True if nothing else reads a value, nor a cast of it."""
-    casts = [x for x in value.readers if x.name in _CASTS and x not in steps]
+    casts = [x for x in value.readers if x.name in CASTS and x not in steps]
     values = [value, *(out for step in casts for out in step.outputs)]
     return all(
         not v.stays and all(x in steps or x in casts for x in v.readers) for v in values
@@ -336,7 +205,7 @@ def _is_convex(program: Program, steps: set[Step]) -> bool:
         before |= step.before
     before &= ~mask
     return not any(
-        before >> step.number & 1 and step.before & mask and step.name not in _CASTS
+        before >> step.number & 1 and step.before & mask and step.name not in CASTS
         for step in program.steps
     )
 
@@ -405,14 +274,14 @@ def _columns(value: Value, layers: list[Layer]) -> int:
 def _casts_within(value: Value, steps: set[Step]) -> Iterator[Step]:
     """Yields casts of a value that only steps of the group read."""
     for step in value.readers:
-        if step.name in _CASTS and step not in steps:
+        if step.name in CASTS and step not in steps:
             (out,) = step.outputs
             if not out.is_output and set(out.readers) <= steps:
                 yield step
 
 
 def _casts_of(value: Value, steps: set[Step]) -> list[Value]:
-    casts = [x for x in value.readers if x.name in _CASTS and x in steps]
+    casts = [x for x in value.readers if x.name in CASTS and x in steps]
     return [out for step in casts for out in step.outputs]
 
 

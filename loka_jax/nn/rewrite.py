@@ -20,7 +20,8 @@ from loka_jax.group import Group, Member
 from loka_jax.nn.context import current
 from loka_jax.nn.dense import as_matrix, run_planned, with_state
 from loka_jax.nn.dense import product as dot
-from loka_jax.nn.found_groups import Layer, Network, Together, groups_of
+from loka_jax.nn.found_groups import Together, groups_of
+from loka_jax.nn.found_layers import Layer, Network
 from loka_jax.nn.group import (
     GroupPlan,
     Part,

@@ -35,7 +35,7 @@ MISTAKES = [
     ),
     Mistake(
         "a fused norm has the default epsilon",
-        f"{NN}/found_groups.py",
+        f"{NN}/found_layers.py",
         "epsilon = 1e-6 if norm is None else norm.epsilon",
         "epsilon = 1e-6",
         "unit/nn/convert_test.py",
