@@ -7,6 +7,13 @@ _MEASURE, _SURVEY = "loka_jax/measure", "loka_jax/survey"
 
 MISTAKES = [
     Mistake(
+        "by default inference may be slower",
+        f"{_DISPATCH}/by_default.py",
+        "    if choice != inference.choice:",
+        "    if False:",
+        "unit/dispatch/by_default_test.py",
+    ),
+    Mistake(
         "an error counts by its lower end",
         f"{_DISPATCH}/policy.py",
         "high = errors[name].high",
