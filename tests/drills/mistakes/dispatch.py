@@ -63,6 +63,13 @@ MISTAKES = [
         "unit/dispatch/printing_test.py",
     ),
     Mistake(
+        "by default inference may be slower",
+        f"{_DISPATCH}/by_default.py",
+        "    if choice != inference.choice:",
+        "    if False:",
+        "unit/dispatch/by_default_test.py",
+    ),
+    Mistake(
         "an error counts by its lower end",
         f"{_DISPATCH}/policy.py",
         "high = errors[name].high",

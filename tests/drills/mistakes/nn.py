@@ -9,8 +9,22 @@ MISTAKES = [
         "the contracted dims of a kernel are not brought to the front",
         f"{NN}/dense.py",
         "    if order != tuple(range(x.ndim)):",
-        "    if contract_last and order != tuple(range(x.ndim)):",
+        "    if order != tuple(range(x.ndim)) and contract_last:",
         "unit/nn/dense_test.py",
+    ),
+    Mistake(
+        "sites alike are traced each by itself",
+        f"{NN}/dense.py",
+        "        if observe is None:\n            return _run_alike",
+        "        if observe is None:\n            return run_site",
+        "unit/nn/by_default_test.py",
+    ),
+    Mistake(
+        "a default stands above a choice",
+        f"{NN}/by_default.py",
+        "if x.left is None and not has_recipe(x.name) and x.name not in current().choices",
+        "if x.left is None and not has_recipe(x.name)",
+        "unit/nn/by_default_test.py",
     ),
     Mistake(
         "parts of rows all start at the first row of the kernel",
