@@ -11,7 +11,7 @@ with respect to it alone.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ _OBSERVER = ErrorsAlone(recipes=tuple(map(get_recipe, RECIPES)))
 type Choices = Mapping[str, Choice]
 
 
+@runtime_checkable
 class ModelLoss(Protocol):
     """A loss of a model and batches."""
 

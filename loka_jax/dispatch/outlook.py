@@ -117,7 +117,7 @@ def _why_not(
     if unchecked:
         return f"what may be faster was not checked in time; {remedies.seconds}"
     for factor in _LARGER:
-        larger = [with_rows(site, factor) for site in sites]
+        larger = [with_rows(site, float(factor)) for site in sites]
         found = make_plan(larger, performance, errors=as_if_accurate(sites))
         if _runs_fp8(found):
             gain = speedup(found, larger, performance) - 1
