@@ -100,7 +100,7 @@ def evaluate(eqn: Any, values: Sequence[ndarray], rows: int) -> ndarray:
         case "clamp":
             return np.clip(values[1], values[0], values[2])
         case "reduce_sum" | "reduce_max" | "reduce_min":
-            axes = _trailing(params["axes"], rows)
+            axes = _trailing([*map(int, params["axes"])], rows)
             reduce = {"m": np.max, "s": np.sum, "i": np.min}
             key = {"reduce_sum": "s", "reduce_max": "m", "reduce_min": "i"}[name]
             return reduce[key](values[0], axis=tuple(axes))
