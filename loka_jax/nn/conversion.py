@@ -181,7 +181,7 @@ def _name(model: Any) -> str:
 def _owners(parameters: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
     """Yields the paths of modules with a kernel."""
     if "kernel" in parameters:
-        yield "/".join(map(str, path))
+        yield "/".join(path)
     for name, part in parameters.items():
         if isinstance(part, Mapping):
-            yield from _owners(part, (*path, name))
+            yield from _owners(part, (*path, str(name)))
