@@ -166,7 +166,7 @@ class _Run:
             assert x.maker is not None
             self.run(x.maker)
             if x not in self.values:
-                # Inside of a site or group. Nothing is computed if nobody reads it.
+                # Inside of a site or group: computed only for this reader.
                 self._run_alone(x.maker)
         return self.values[x]
 

@@ -7,6 +7,16 @@ from loka_jax.group import Group
 from tests.support.nn import rounded
 
 
+class Wide(linen.Module):
+    """Layers wide enough to run as a group, and a head."""
+
+    @linen.compact
+    def __call__(self, x):
+        for n in (1024, 256):
+            x = linen.relu(linen.Dense(n)(x))
+        return linen.Dense(1, name="head")(x)
+
+
 class CallByCall(linen.Module):
     """A DLRM's dense part: layers by hand, features joined between two MLPs."""
 

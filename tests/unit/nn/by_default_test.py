@@ -12,19 +12,11 @@ from loka_jax.nn import group as groups
 from loka_jax.ops import run_site
 from loka_jax.site import BF16, Choice
 from tests.support import stand_ins
-from tests.support.flow import Transformer, X
+from tests.support.flow import Transformer, Wide, X
 from tests.support.nn import initialized, listed, rounded
 
 pytestmark = pytest.mark.usefixtures("as_users_do")
 REASON = "it was said so"
-
-
-class Wide(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        for n in (1024, 256):
-            x = linen.relu(linen.Dense(n)(x))
-        return linen.Dense(1, name="head")(x)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from loka_jax.nn import group as groups
 from loka_jax.nn.follow import following
 from loka_jax.nn.program import Origin, read_program
 from tests.support import stand_ins
-from tests.support.flow import MODELS, CallByCall, Transformer, X, layers_of, loss
+from tests.support.flow import MODELS, CallByCall, Transformer, Wide, X, layers_of, loss
 from tests.support.nn import DELAYED, initialized, listed, rounded
 
 KEY = jax.random.key(0)
@@ -257,14 +257,6 @@ def test_a_model_of_hugging_face_is_copied_with_its_module_converted():
     np.testing.assert_allclose(model(X), plain(X), rtol=0.2, atol=0.2)
     with pytest.raises(ValueError, match="has no delayed scales"):
         nn.convert(plain, recipe=DELAYED)(X)
-
-
-class Wide(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        for n in (1024, 256):
-            x = linen.relu(linen.Dense(n)(x))
-        return linen.Dense(1, name="head")(x)
 
 
 def test_wide_layers_run_as_a_group_by_default_with_their_head_apart():

@@ -20,10 +20,10 @@ pytestmark = pytest.mark.usefixtures("as_users_do")
 
 @pytest.mark.parametrize("plain", MODELS, ids=lambda m: type(m).__name__)
 def test_a_group_computes_what_its_sites_do(plain):
-    compare_in_group(plain)
+    assert_same_in_group(plain)
 
 
-def compare_in_group(plain, **options):
+def assert_same_in_group(plain, **options):
     """Asserts that groups by themselves compute what their sites do apart."""
     model = nn.convert(plain, recipe="bf16")
     variables = initialized(plain, X, **options)
@@ -185,7 +185,7 @@ def test_steps_are_found_in_every_order():
     ]
     dropped = [x.member and x.member.path for x in group.layers if x.dropout]
     assert dropped == ["dropped", "post", "gate"]
-    compare_in_group(plain, train=False)
+    assert_same_in_group(plain, train=False)
 
 
 class Crossed(linen.Module):
@@ -207,7 +207,7 @@ def test_cross_networks_are_found_written_out():
     paths = [[x.path for x in own] for own in cross.members]
     assert paths == [["u_0"], ["v_1", "u_1"], ["v_2", "u_2"]]
     assert cross.reads == deep.reads == 0 and deep.member.path == "deep"
-    compare_in_group(plain)
+    assert_same_in_group(plain)
 
 
 def test_dropout_is_part_of_a_group_in_training():
