@@ -61,10 +61,6 @@ class Host:
         """Returns True if the site was given a variable."""
         return (collection, self.path, name) in self.given
 
-    def get_variable(self, collection: str, name: str) -> Any:
-        """Returns a variable of the site."""
-        return self.given[collection, self.path, name]
-
     def variable(self, collection: str, name: str, init: Callable[[], Any]) -> Any:
         """Returns a variable of the site, its `value` made where none was given."""
         key = collection, self.path, name
