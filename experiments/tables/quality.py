@@ -1,0 +1,145 @@
+"""The tables of the quality of trained models."""
+
+from experiments.tables.cells import (
+    Table,
+    change,
+    difference,
+    gains,
+    number,
+    numbers,
+    pair,
+    percent,
+    spread,
+)
+
+_LAYER, _BLOCK = "bf16 --norm layer --activation", "bf16 --norm block --activation"
+_ALL = "--norm block --activation hard_swish --no-bias"
+QUALITY = {
+    "quality": Table(
+        file="generated_50m_{0}",
+        first="model",
+        rows="Wukong M = wukong_m_seeds_h200 | fp8*; DHEN M = dhen_m_seeds | fp8*; "
+        "Wukong L = wukong_l_seeds_h100 | fp8*; "
+        "DLRM-DCNv2 = mlperf_dcnv2_65536_h100 | fp8*; "
+        "DLRM-DCNv2 = mlperf_dcnv2_seeds_h100 | fp8*; "
+        "with its bottom MLP in FP8 = mlperf_dcnv2_recipe_h200 | fp8*; "
+        "small DCN V2 = dcnv2_65536_h100 | fp8*; "
+        "small DCN V2 = dcnv2_seeds_h100 | fp8*; "
+        "wide DLRM by Dispatch = wide_dispatch_seeds_h100 | dispatch; "
+        "small DLRM, all in FP8 = dlrm_seeds_h200 | fp8_tensorwise",
+        columns={
+            "batch": number("config.loop.batch_size"),
+            "sites in FP8": pair("fp8_sites.{1}.fp8", "fp8_sites.{1}.total", " of "),
+            "pairs": lambda row: str(row.count("arms.bf16.ne.values")),
+            "NE against bfloat16's": change("{1}", "bf16"),
+        },
+    ),
+    "quality_of_options": Table(
+        file="generated_50m_{0}",
+        first="option",
+        rows="tables in bfloat16 = bf16_tables_seeds_h200 | *dtype bf16 | *dtype f32; "
+        "int8 gradients, two GPUs = int8_gradients_seeds_2xh100 | *int8 | *f32; "
+        "int8 gradients, four GPUs = int8_gradients_seeds_4xh100 | *int8 | *f32",
+        columns={
+            "pairs": lambda row: str(row.count("arms.{2}.ne.values")),
+            "NE against float32's": change("{1}", "{2}"),
+        },
+    ),
+    "e5m2": Table(
+        file="generated_50m_wide_e5m2_seeds_h200",
+        first="test NE, by seed",
+        rows="bf16; FP8, gradients in E5M2 = dispatch",
+        columns=numbers("arms.{0}.ne.values.$", "0; 1; 2; 3; 4", digits=3),
+    ),
+    "diverged": Table(
+        file="divergence_mlperf_dcnv2_h200",
+        first="in bfloat16",
+        rows="nothing = fp8; drhs = bf16 drhs; fwd = bf16 fwd; "
+        "the cross network = bf16 cross; dlhs of two other layers = bf16 dlhs of 12",
+        columns={"diverged at step": number("arms.{0}.diverged_at")},
+    ),
+    "not_diverged": Table(
+        file="divergence_mlperf_dcnv2_h200",
+        first="in bfloat16",
+        rows="everything = bf16; the deep network = bf16 deep; dlhs = bf16 dlhs; "
+        "dlhs of the last two layers = bf16 dlhs of 23",
+        columns={"NE at the end": number("arms.{0}.valid_ne.6144", 5)},
+    ),
+    "public_logs": Table(
+        file="{0}_seeds_h200",
+        first="data, model",
+        rows="Frappe, DLRM = frappe_dlrm; Frappe, DCN V2 = frappe_dcnv2; "
+        "Criteo sample, DLRM = criteo_dlrm; Criteo sample, DCN V2 = criteo_dcnv2",
+        columns={
+            "test AUC, bf16": spread("arms.bf16.auc", 5),
+            "delayed FP8 - bf16": difference(
+                "arms.fp8_tensorwise_delayed_bf16_drhs.auc.minus_first", 5
+            ),
+            "FP8 by rows - bf16": difference("arms.fp8_rowwise.auc.minus_first", 5),
+        },
+    ),
+    "tasks": Table(
+        file="tasks_movielens_cpu",
+        first="NE minus that of a model for the label",
+        rows="shared bottom; MMoE = mmoe",
+        columns={
+            label: difference(f"arms.{{0}}.{label}.minus_alone", 4)
+            for label in ("like", "love")
+        },
+    ),
+    "mods_quality": Table(
+        file="generated_41m_mods_wukong_m{0}_h100",
+        first="NE of Wukong M",
+        rows=f"no Mod =  | {_LAYER} swish; no bias =  | {_LAYER} swish --no-bias; "
+        f"HardSwish =  | {_LAYER} hard_swish; "
+        f"BlockNorm, of FM too =  | {_BLOCK} swish; "
+        f"all three = _whole_rows | bf16 {_ALL}; "
+        f"all three, FP8 = _whole_rows | fp8_tensorwise_delayed {_ALL}",
+        columns=numbers(
+            "runs.{1}.0.$",
+            "at 4,000 steps = valid_ne.4000; at 20,000 steps = valid_ne.20000; "
+            "on test examples = final_eval.ne",
+            digits=5,
+        ),
+    ),
+    "public": Table(
+        file="public_models_h200",
+        first="us",
+        rows="DLRM, LayerNorm, training = dlrm norm | training; "
+        "DLRM, LayerNorm, inference = dlrm norm | inference; "
+        "DLRMResNet, training = dlrm resnet | training; "
+        "DLRMResNet, inference = dlrm resnet | inference; "
+        "DLRM-DCNv2, training = recml | training; "
+        "DLRM-DCNv2, inference = recml | inference; "
+        "five layers, training = five 3000 | training; "
+        "five layers, inference = five 3000 | inference",
+        columns=numbers(
+            "models.{0}.us.{1} $.us",
+            "as written = written; converted, no option = default; "
+            "converted, bf16 = bf16; converted, FP8 everywhere = fp8",
+        )
+        | gains(
+            "models.{0}.us.{1} written.us",
+            "models.{0}.us.{1} default.us",
+            "no option over as written",
+        ),
+    ),
+    "converted": Table(
+        file="converted_cpu",
+        first="last loss",
+        rows="`CfDnn` of jax-recommenders = ranker; "
+        "`TransformerLM` of Flax's lm1b = transformer; `TwoTower` of nectarine = "
+        "retriever",
+        columns=numbers(
+            "models.{0}.arms.$.last",
+            "float32 = as written; bf16; delayed FP8 = fp8_tensorwise_delayed; "
+            "FP8 by rows = fp8_rowwise",
+            digits=4,
+        )
+        | {
+            "delayed over bf16": percent(
+                "models.{0}.arms.fp8_tensorwise_delayed.over_bf16.mean", 2
+            )
+        },
+    ),
+}
