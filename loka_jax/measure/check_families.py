@@ -83,7 +83,9 @@ def _why_wrong(case: Case, compiled: Callable[[Callable], Callable]) -> str | No
     try:
         try:
             found, expected = _results(case, compiled)
-        except Exception:  # a busy machine may fail to start a compiler
+        except Exception as error:  # a busy machine may fail to start a compiler
+            if EXHAUSTED in str(error):
+                raise
             time.sleep(_PAUSE_S)
             found, expected = _results(case, compiled)
     except Exception as error:  # of any kind: the caller gets it as a reason
