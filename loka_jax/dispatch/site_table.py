@@ -2,13 +2,13 @@
 
     print(site_table(nn.list_sites(model, x)))
 
-Layers alike are one line: `Block_{0..11}/Dense_0`.
+Layers alike are one line: `Block_{0..11}/Dense_0 (12)`.
 """
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from loka_jax.dispatch.folding import folded
 from loka_jax.dispatch.group_times import dense_us
 from loka_jax.dispatch.local import local_performance
 from loka_jax.dispatch.performance import PerformanceModel
@@ -65,7 +65,10 @@ def site_table(
     """
     performance = performance or local_performance().performance
     reasons: dict[str, int] = {}
-    rows = [_row(alike, performance, reasons) for alike in _alike(sites)]
+    keyed = (
+        (x.path, (x.plan, x.batch, _why(x), x.in_group, x.count), x) for x in sites
+    )
+    rows = [_row(path, alike, performance, reasons) for path, _, alike in folded(keyed)]
     widths = [max(map(len, column)) for column in zip(_HEADS, *rows, strict=True)]
     lines = [_line(row, widths) for row in (_HEADS, ["-" * x for x in widths], *rows)]
     in_fp8 = sum(site.is_fp8 for site in sites)
@@ -83,18 +86,11 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cells).rstrip()
 
 
-def _alike(sites: Sequence[Site]) -> Iterator[list[Site]]:
-    """Yields sites that differ by numbers in their paths alone."""
-    found: dict[tuple, list[Site]] = {}
-    for site in sites:
-        path = re.sub(r"\d+", "#", site.path)
-        key = path, site.plan, site.batch, _why(site), site.in_group, site.count
-        found.setdefault(key, []).append(site)
-    yield from found.values()
-
-
 def _row(
-    alike: list[Site], performance: PerformanceModel | None, reasons: dict[str, int]
+    path: str,
+    alike: list[Site],
+    performance: PerformanceModel | None,
+    reasons: dict[str, int],
 ) -> list[str]:
     site, spec = alike[0], alike[0].spec
     times = (site.batch or 1) * site.count
@@ -105,9 +101,8 @@ def _row(
         us = f"{known.us:,.0f}"
         best = f"{known.best_us:,.0f}: {known.best}" if known.us > known.best_us else ""
     share = f"{sum(x.share for x in alike):.1%}"
-    path = printable(_folded([x.path for x in alike]))
     why = [str(reasons.setdefault(x, len(reasons) + 1)) for x in _why(site)]
-    return [share, path, sizes, _runs(site), us, best, ", ".join(why)]
+    return [share, printable(path), sizes, _runs(site), us, best, ", ".join(why)]
 
 
 def _runs(site: Site) -> str:
@@ -127,19 +122,3 @@ def _why(site: Site) -> tuple[str, ...]:
     if site.left is None and site.why_not_fused is not None:
         reasons.append(f"a product alone, as {site.why_not_fused}")
     return tuple(filter(None, reasons))
-
-
-def _folded(paths: list[str]) -> str:
-    """Returns paths that differ by numbers as one: `Block_{0..11}/Dense_0`."""
-    parts = [re.split(r"(\d+)", path) for path in paths]
-    folded = ""
-    for i, column in enumerate(zip(*parts, strict=True)):
-        values = list(dict.fromkeys(column))
-        if i % 2 == 0 or len(values) == 1:
-            folded += values[0]
-            continue
-        numbers = [*map(int, values)]
-        is_row = numbers == [*range(numbers[0], numbers[0] + len(numbers))]
-        inner = f"{values[0]}..{values[-1]}" if is_row else ",".join(values)
-        folded += f"{{{inner}}}"
-    return folded

@@ -57,7 +57,7 @@ MISTAKES = [
     ),
     Mistake(
         "layers with other kernels share a row",
-        f"{_DISPATCH}/printing.py",
+        f"{_DISPATCH}/folding.py",
         'alike.setdefault((_NUMBER.sub("#", row[0]), row[1]), [])',
         'alike.setdefault(_NUMBER.sub("#", row[0]), [])',
         "unit/dispatch/printing_test.py",

@@ -102,7 +102,7 @@ def test_a_table_says_what_a_forced_recipe_costs():
     assert found is not None and found == (30.0, 10.0, BF16.name)
     lines = site_table(sites, performance).splitlines()
     assert lines[2].split() == [
-        *("90.0%", "layers_{0..2}/dense", "128", "x", "64", "x", "64"),
+        *("90.0%", "layers_{0..2}/dense", "(3)", "128", "x", "64", "x", "64"),
         *("xla", "fp8", "e4m3", "rowwise", "30", "10:", "xla", "bf16"),
     ]
     assert lines[3].split()[-3:] == ["as", "written", "1"]
