@@ -37,11 +37,12 @@ from loka_jax.pallas.jagged_attention_layout import (
     TuningConfig,
     best_config,
     misfit,
+    search_space,
     why_not,
 )
 from loka_jax.pallas.tiles import ROWS
 
-__all__ = ["Problem", "TuningConfig", "attend", "why_not"]
+__all__ = ["Problem", "TuningConfig", "attend", "search_space", "why_not"]
 
 _MAX_SIZE_OF_BOTH = 128  # of a head: more accumulators do not fit the registers
 
@@ -275,7 +276,6 @@ class _Worker:
         refs, warpgroups = self.refs, self.config.warpgroups
         stage = lax.rem(round, self.config.fixed_stages)
         own = stage * warpgroups + self.warpgroup
-        fixed = [z.at[own] for z in (refs.a, refs.b) if z is not None]
         row = task.tile * self.layout.tile + self.warpgroup * ROWS
         plgpu.barrier_wait(refs.fixed_full.at[stage])
         limits = None if self.kind.by_key else self._limits(row, ROWS, tiles.PER_ROW)
@@ -283,39 +283,47 @@ class _Worker:
         def accumulate(*sums):
             @pl.loop(0, task.count)
             def _(step):
+                # Or LLVM would keep the operands' descriptors in registers: many.
+                fixed = self._fixed(lax.optimization_barrier(own))
                 self._step(task, step, count + step, fixed, (row, limits), sums)
 
-            return [total[...] for total in sums]
+            totals = [total[...] for total in sums]
+            pl.when(task.count > 0)(lambda: self._release(count + task.count - 1))
+            return totals
 
         results = self.layout.factors()
         sums = [tiles.accumulator(ROWS, self.layout.size) for _ in results]
         totals = pl.run_scoped(accumulate, *sums)
         # The fixed rows have been read: results leave by way of their memory.
-        pairs = list(zip(totals, results, fixed[: len(results)], strict=True))
-        for total, factor, buffer in pairs:
+        buffers = self._fixed(own)[: len(results)]
+        for total, factor, buffer in zip(totals, results, buffers, strict=True):
             buffer[...] = (total * factor).astype(BF16)
         plgpu.commit_smem()
-        for buffer, out in zip(fixed[: len(results)], self.out, strict=True):
+        for buffer, out in zip(buffers, self.out, strict=True):
             plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(row, ROWS), task.head])
         tiles.drain()
         plgpu.barrier_arrive(refs.fixed_empty.at[stage])
+
+    def _fixed(self, own):
+        """Returns a warpgroup's fixed rows."""
+        return [z.at[own] for z in (self.refs.a, self.refs.b) if z is not None]
 
     def _step(self, task: _Task, step, count, fixed, rows, sums):
         """Adds a block's part to the sums."""
         refs, config, kind = self.refs, self.config, self.kind
         slots = lax.rem(count, config.x_stages), lax.rem(count, config.y_stages)
         x, y = refs.x.at[slots[0]], refs.y.at[slots[1]]
-        x_empty, y_empty = refs.x_empty.at[slots[0]], refs.y_empty.at[slots[1]]
         plgpu.barrier_wait(refs.x_full.at[slots[0]])
         if kind.has_slopes:
             plgpu.barrier_wait(refs.y_full.at[slots[1]])
         products = self._products(fixed, (x, y))
+        # Reading the scores has waited for the products of the step before as well.
+        pl.when(step > 0)(lambda: self._release(count - 1))
         if not kind.has_slopes:
-            plgpu.barrier_arrive(x_empty)
+            plgpu.barrier_arrive(refs.x_empty.at[slots[0]])
         if not kind.has_values:
-            plgpu.barrier_arrive(y_empty)
+            plgpu.barrier_arrive(refs.y_empty.at[slots[1]])
         weights = self._masked(task, task.block(step), rows, self._weights(*products))
-        weights = [weight.astype(BF16) for weight in weights]
         if self.layout.takes_turns:
             plgpu.barrier_arrive(refs.turn)
         if not kind.has_slopes:
@@ -325,11 +333,16 @@ class _Worker:
         streamed = [x] * kind.has_slopes + [y] * kind.has_values
         for total, weight, operand in zip(sums, weights, streamed, strict=True):
             plgpu.wgmma(total, self._operand(weight), operand)
-        plgpu.wgmma_wait(0)
-        if kind.has_slopes:
-            plgpu.barrier_arrive(x_empty)
-        if kind.has_values:
-            plgpu.barrier_arrive(y_empty)
+        if not config.overlaps:
+            plgpu.wgmma_wait(0)
+
+    def _release(self, count):
+        """Releases what the sums have read of a block."""
+        refs, config = self.refs, self.config
+        if self.kind.has_slopes:
+            plgpu.barrier_arrive(refs.x_empty.at[lax.rem(count, config.x_stages)])
+        if self.kind.has_values:
+            plgpu.barrier_arrive(refs.y_empty.at[lax.rem(count, config.y_stages)])
 
     def _products(self, fixed, streamed):
         """Returns `a x^T`, and `b y^T` where slopes are wanted."""
@@ -354,14 +367,14 @@ class _Worker:
             weights.append(by_value * (rise + rise * (h - h * t)))
         if self.kind.has_values:
             weights.append(h + h * t)
-        return weights
+        return [weight.astype(BF16) for weight in weights]
 
     def _masked(self, task: _Task, block, rows, weights):
         """Returns weights that are 0 where a query does not see a key."""
 
         def masked(*weights):
             mask = self._mask(block, *rows)
-            return [jnp.where(mask, weight, 0.0) for weight in weights]
+            return [jnp.where(mask, weight, BF16(0)) for weight in weights]
 
         return lax.cond(task.is_full(block), lambda *x: list(x), masked, *weights)
 

@@ -5,6 +5,7 @@ shared memory is counted, not tried.
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from loka_jax.pallas.tiles import ROWS
 
 BF16 = jnp.bfloat16
 SIZES = (64, 128, 256)  # of heads
+_SPARE_REGISTERS = 40  # of a thread, besides accumulators
 TASK = ("tile", *Blocks._fields)  # the columns of what the kernel reads of a tile
 
 
@@ -45,6 +47,7 @@ class TuningConfig:
         fixed_stages: tiles of fixed rows in shared memory.
         x_stages: blocks of x in flight, in a ring buffer; likewise `y_stages`.
         takes_turns: whether two warpgroups alternate between products and the rest.
+        overlaps: whether scores are begun before the sums' products have ended.
     """
 
     warpgroups: int = 2
@@ -53,6 +56,7 @@ class TuningConfig:
     x_stages: int = 2
     y_stages: int = 2
     takes_turns: bool = True
+    overlaps: bool = True
 
 
 class Scratch(NamedTuple):
@@ -182,18 +186,53 @@ def misfit(layout: LaunchLayout) -> str | None:
     return None
 
 
+def search_space(kind: Pass, size: int) -> list[TuningConfig]:
+    """Returns the configs worth trying, the default first."""
+    shapes = [(2, 64), (2, 128)]
+    if size == 64:
+        shapes += [(3, 64), (3, 128), (2, 256)]
+    elif kind.has_slopes or size > 128:
+        shapes = shapes[:1]
+    default = best_config(kind, size)
+    configs = [default]
+    for shape, turns, overlaps in itertools.product(
+        shapes, (True, False), (True, False)
+    ):
+        if turns and shape[0] != 2:
+            continue
+        for stages in ((2, 4, 4), (1, 3, 3), (2, 2, 2), (1, 2, 2), (1, 2, 1)):
+            config = TuningConfig(*shape, *stages, turns, overlaps)
+            if _is_served(kind, size, config):
+                configs.append(config)
+                break
+    return list(dict.fromkeys(configs))
+
+
+def _is_served(kind: Pass, size: int, config: TuningConfig) -> bool:
+    sums = size // 2 * (kind.has_slopes + kind.has_values)
+    products = config.block // 2 * (1 + kind.has_slopes)
+    registers = sums + products + _SPARE_REGISTERS
+    if registers > tiles.consumer_registers(config.warpgroups):
+        return False
+    return misfit(LaunchLayout(kind, 1, 1, size, 1.0, 1, config, False)) is None
+
+
 def best_config(kind: Pass, size: int) -> TuningConfig:
-    """Returns the default config of a launch."""
+    """Returns the default config of a launch.
+
+    Where scores and sums leave few registers, their products do not overlap: ptxas
+    would serialize all.
+    """
     if not kind.has_slopes:
         return {
-            64: TuningConfig(2, 128, 2, 3, 3),
-            128: TuningConfig(2, 128, 1, 2, 2),
+            64: TuningConfig(2, 128, 2, 4, 4),
+            128: TuningConfig(2, 128, 1, 3, 3),
             256: TuningConfig(2, 64, 1, 2, 2),
         }[size]
     return {
-        64: TuningConfig(2, 64, 2, 3, 3),
-        128: TuningConfig(2, 64, 1, 3, 3),
-        256: TuningConfig(2, 64, 1, 2, 1),
+        64: TuningConfig(2, 64, 2, 4, 4),
+        128: TuningConfig(2, 64, 1, 3, 3, overlaps=not kind.has_values),
+        256: TuningConfig(2, 64, 1, 2, 1, overlaps=False),
     }[size]
 
 
