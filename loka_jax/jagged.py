@@ -7,7 +7,7 @@ candidates. Row i sees row j of its example if
     j = i
     or j is no candidate, and i is contextual
     or j is no candidate, j < i, and i has no window, or j is contextual, or among the
-       oldest after these, or at most `window` places before i
+       oldest after these, or fewer than `window` places before i
 
 where all candidates have the place after the history. So candidates do not see each
 other, and contextual tokens see all but candidates. (`generative-recommenders`; the
@@ -31,7 +31,7 @@ class Rule(NamedTuple):
     Attributes:
         num_contextual: tokens at the start of each example; none if None.
         num_candidates: tokens at the end of each example; none if None.
-        window: rows before it that a row sees; all if None.
+        window: rows that a row sees, itself included; all before it if None.
         oldest: rows after the contextual ones that all later rows see, whatever the
             window.
     """
@@ -152,7 +152,7 @@ def _sees(p: _Places, rule: Rule) -> Spans:
     last = jnp.where(p.row < p.context_end, p.history_end, last)
     if rule.window is None:
         return _spans(p, (p.start, last))
-    first = jnp.minimum(p.row, p.history_end) - rule.window
+    first = jnp.minimum(p.row, p.history_end) + 1 - rule.window
     first = jnp.where(p.row < p.context_end, p.start, jnp.maximum(first, p.start))
     kept = jnp.minimum(p.context_end + rule.oldest, last)
     return _spans(p, (first, last), (p.start, kept))
@@ -162,7 +162,7 @@ def _seen_by(p: _Places, rule: Rule) -> Spans:
     is_candidate = p.row >= p.history_end
     last = p.end
     if rule.window is not None:
-        reach = p.row + rule.window
+        reach = p.row + rule.window - 1
         is_kept = p.row < p.context_end + rule.oldest
         last = jnp.where(is_kept | (reach >= p.history_end), last, reach + 1)
     last = jnp.where(is_candidate, p.row + 1, last)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from loka_jax import jagged
+from loka_jax import checked, jagged
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Pass, Rule, Visibility
 from loka_jax.mapped import by_kernel, equally_varying
 from loka_jax.ops.device import Device
@@ -55,7 +55,8 @@ def plan_jagged_attention(
 
     _, heads, size = q.shape
     problem = kernel.Problem(heads=heads, size=size, value_size=v.shape[-1])
-    return AttentionPlan(kernel.why_not(problem), device.interpret)
+    reason = kernel.why_not(problem) or checked.why_wrong("jagged_attention")
+    return AttentionPlan(reason, device.interpret)
 
 
 def jagged_attention(
@@ -84,7 +85,7 @@ def jagged_attention(
         num_contextual: tokens at the start of each example that see its history, and
             that all see; none by default.
         num_candidates: tokens at its end that do not see each other; none by default.
-        window: rows before it that a row sees; all by default.
+        window: rows that a row sees, itself included; all before it by default.
         oldest: rows after the contextual ones that are seen whatever the window.
         scale: factor of the scores, usually `d_qk ** -0.5`.
         max_length: N. It limits no length: longer examples are right as well.
@@ -93,8 +94,8 @@ def jagged_attention(
         ValueError: if shapes do not match, or numbers are out of range.
     """
     _check(q, k, v, offsets)
-    if window is not None and window < 0:
-        raise ValueError(f"window={window}: it must be at least 0, or None.")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: it must be at least 1, or None.")
     if oldest < 0 or (oldest and window is None):
         raise ValueError(f"oldest={oldest}: it must be at least 0, and has a window.")
     if max_length < 1:

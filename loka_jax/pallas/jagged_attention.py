@@ -183,9 +183,7 @@ class _Kernel:
             registers = tiles.consumer_registers(warpgroups)
             plgpu.set_max_registers(registers, action="increase")
             worker = _Worker(self.layout, refs, warpgroup, limits, out)
-            worker.begin()
             self._each_task(tasks, worker.compute)
-            worker.end()
 
     def _each_task(self, tasks, do):
         """Calls `do(task, round, count)` for this CTA's tasks, count of blocks before.
@@ -201,7 +199,10 @@ class _Kernel:
 
         def work(round, count):
             item = round * ctas + position(round)
-            row, head = lax.div(item, self.layout.heads), lax.rem(item, self.layout.heads)
+            row, head = (
+                lax.div(item, self.layout.heads),
+                lax.rem(item, self.layout.heads),
+            )
             task = _Task(head, *(tasks[row, i] for i in range(len(TASK))))
             do(task, round, count)
             return count + task.count
@@ -256,17 +257,8 @@ class _Worker:
         self.layout, self.config, self.kind = layout, layout.config, layout.kind
         self.refs, self.warpgroup, self.limits, self.out = refs, warpgroup, limits, out
 
-    def begin(self):
-        """Lets the first warpgroup go ahead."""
-        if self.layout.takes_turns:
-            pl.when(self.warpgroup == 1)(self._meet)
-
-    def end(self):
-        """Waits for the other one, which went ahead or behind."""
-        if self.layout.takes_turns:
-            pl.when(self.warpgroup == 0)(self._meet)
-
     def _meet(self):
+        """Waits for the other warpgroup: one goes on to products, one from them."""
         if self.layout.takes_turns:
             plgpu.barrier_arrive(self.refs.turn)
             plgpu.barrier_wait(self.refs.turn)
@@ -281,12 +273,16 @@ class _Worker:
         limits = None if self.kind.by_key else self._limits(row, ROWS, tiles.PER_ROW)
 
         def accumulate(*sums):
+            # The first warpgroup goes ahead by half a step.
+            pl.when(self.warpgroup == 1)(self._meet)
+
             @pl.loop(0, task.count)
             def _(step):
                 # Or LLVM would keep the operands' descriptors in registers: many.
                 fixed = self._fixed(lax.optimization_barrier(own))
                 self._step(task, step, count + step, fixed, (row, limits), sums)
 
+            pl.when(self.warpgroup == 0)(self._meet)
             totals = [total[...] for total in sums]
             pl.when(task.count > 0)(lambda: self._release(count + task.count - 1))
             return totals

@@ -209,9 +209,10 @@ def search_space(kind: Pass, size: int) -> list[TuningConfig]:
 
 
 def _is_served(kind: Pass, size: int, config: TuningConfig) -> bool:
-    sums = size // 2 * (kind.has_slopes + kind.has_values)
-    products = config.block // 2 * (1 + kind.has_slopes)
-    registers = sums + products + _SPARE_REGISTERS
+    """Returns whether a config fits, as ptxas does: a weight takes half a register."""
+    results = kind.has_slopes + kind.has_values
+    registers = size // 2 * results + config.block // 2 * (1 + kind.has_slopes)
+    registers += config.block // 4 * results * config.overlaps + _SPARE_REGISTERS
     if registers > tiles.consumer_registers(config.warpgroups):
         return False
     return misfit(LaunchLayout(kind, 1, 1, size, 1.0, 1, config, False)) is None

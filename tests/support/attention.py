@@ -76,7 +76,7 @@ def _sees(case, i, j, context, history):
         return True
     if j > i:
         return False
-    near = case.window is None or min(i, history) - j <= case.window
+    near = case.window is None or min(i, history) - j < case.window
     return near or j < context + case.oldest
 
 

@@ -72,7 +72,7 @@ def test_two_runs_agree_bit_by_bit():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(window=-1), "window=-1"),
+        (dict(window=0), "window=0"),
         (dict(oldest=3), "oldest=3"),
         (dict(max_length=0), "max_length=0"),
         (dict(offsets=jnp.zeros(1, jnp.int32)), "offsets"),
