@@ -34,7 +34,7 @@ import tyro
 from experiments.bench import result as results
 from loka_jax import jagged, quality
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Pass, Rule
-from loka_jax.measure.compiling import compile_all, leaves
+from loka_jax.measure.compiling import compile_all, leaves, untuned_here
 from loka_jax.measure.timing import Case as Timed
 from loka_jax.measure.timing import time_chains, time_kernels
 from loka_jax.ops import jagged_attention as ops
@@ -316,7 +316,8 @@ def _passes(case: Case, offsets, attend: Callable, *operands):
 
 def _exactly(run: Callable) -> Callable:
     """Returns the function in float32."""
-    return jax.jit(lambda *x: run(*(z.astype(jnp.float32) for z in x)))
+    exact = lambda *x: run(*(z.astype(jnp.float32) for z in x))  # noqa: E731
+    return jax.jit(exact, compiler_options=dict(untuned_here()))
 
 
 if __name__ == "__main__":

@@ -179,11 +179,19 @@ def misfit(layout: LaunchLayout) -> str | None:
     config = layout.config
     if config.block % ROWS or config.block > tiles.TMA_SIDE:
         return f"a block of {config.block} is no multiple of {ROWS} up to 256"
+    if layout.kind.has_slopes and _least_stages(layout) < 2:
+        return "a block is read until the scores of the next: it takes two stages"
     scratch = layout._replace(is_interpreted=False).scratch()
     size = tiles.shared_memory_bytes(scratch.values())
     if size > tiles.SMEM_BYTES:
         return f"it takes {size} bytes of shared memory of {tiles.SMEM_BYTES}"
     return None
+
+
+def _least_stages(layout: LaunchLayout) -> int:
+    """Returns the stages of the rings that products of sums read."""
+    config, has_values = layout.config, layout.kind.has_values
+    return min(config.x_stages, config.y_stages if has_values else config.x_stages)
 
 
 def search_space(kind: Pass, size: int) -> list[TuningConfig]:

@@ -61,9 +61,9 @@ def test_output_and_gradients_are_those_of_the_equation(name, size, interpret):
 @pytest.mark.parametrize(
     "config",
     [
-        TuningConfig(1, 64, 1, 1, 1),
+        TuningConfig(1, 64, 1, 2, 2),
         TuningConfig(3, 128, 2, 3, 2, takes_turns=False),
-        TuningConfig(2, 64, 1, 2, 1, overlaps=False),
+        TuningConfig(2, 64, 1, 2, 2, overlaps=False),
     ],
 )
 def test_all_configs_are_right(config, interpret):
