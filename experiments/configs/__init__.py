@@ -4,7 +4,7 @@
 and size.
 """
 
-from experiments.configs import generated, tables, wide
+from experiments.configs import generated, histories, tables, wide
 from experiments.configs.registry import (
     descriptions,
     find_config,
@@ -17,6 +17,7 @@ __all__ = [
     "find_config",
     "generated",
     "get_config",
+    "histories",
     "names",
     "tables",
     "wide",

@@ -11,22 +11,26 @@ import hashlib
 import json
 import pathlib
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 from jax.sharding import NamedSharding
 
 from loka_jax import saved_format
 from loka_jax.cache_folder import cache_folder
-from loka_jax.data import generated, planted
+from loka_jax.data import generated, planted, planted_events
 from loka_jax.data.batch import Dataset, Schema
 from loka_jax.data.config import (
     ENCODING_SETTINGS,
+    SEQUENCE_SETTINGS,
     SETTINGS,
     DataConfig,
     without_files,
 )
 from loka_jax.data.convert import convert
+from loka_jax.data.events import EventDataset, layout_of, make_log
 from loka_jax.data.files import Sources, existing, find_sources, left_out, stamp_of
 from loka_jax.data.reader import ShardDataset
 from loka_jax.data.saved_encoding import digest_of, load_encoding
@@ -65,6 +69,17 @@ class Splits:
         train, valid, test = generated.spread_over(sharding, *datasets)
         return dataclasses.replace(self, train=train, valid=valid, test=test)
 
+    def held_out(self, step: int, count: int, batch_size: int) -> Dataset:
+        """Returns what is evaluated after `step` training batches of an epoch.
+
+        Of a stream these are the examples of the next `count` batches, or the
+        validation rows at its end; of other data always the validation rows.
+        """
+        train, rest = self.train, self.train.num_examples - step * batch_size
+        if not isinstance(train, EventDataset) or not train.is_stream or rest <= 0:
+            return self.valid
+        return train.window(step * batch_size, count * batch_size)
+
     @property
     def encoding_digest(self) -> str | None:
         """The digest of the encoding; None for generated data."""
@@ -89,8 +104,11 @@ def open_data(
         config = _with_options_of(base, config)
     if config.kind == "generated":
         return _open_generated(config, seed)
+    if config.kind == "events":
+        return _open_planted_events(config, seed)
     if config.path is None or not is_shard_folder(existing(config.path)):
-        return _splits(open_shards(cached_shards(config, find_sources(config), base)))
+        folder = open_shards(cached_shards(config, find_sources(config), base))
+        return _splits(folder, config)
     folder = open_shards(pathlib.Path(config.path).expanduser())
     for name in ("valid", "test"):
         if getattr(config, name) is not None:
@@ -104,14 +122,17 @@ def open_data(
             f"{folder.path} was converted with another vocabulary than the run's: "
             "name the files that it was converted from with --data.path."
         )
-    return _splits(folder)
+    return _splits(folder, config)
 
 
-def _splits(folder: ShardFolder) -> Splits:
-    datasets = {
-        split: ShardDataset(folder.schema, records, f"{folder.path} ({split})")
-        for split, records in folder.records.items()
-    }
+def _splits(folder: ShardFolder, config: DataConfig) -> Splits:
+    if folder.schema.user is not None:
+        datasets = _event_datasets(folder.schema, folder.records, config, folder.path)
+    else:
+        datasets = {
+            split: ShardDataset(folder.schema, records, f"{folder.path} ({split})")
+            for split, records in folder.records.items()
+        }
     if not {"train", "valid"} <= datasets.keys() or not folder.report:
         raise ValueError(
             f"{folder.path} lacks training or validation rows, or their report: "
@@ -122,8 +143,68 @@ def _splits(folder: ShardFolder) -> Splits:
         valid=datasets["valid"],
         test=datasets.get("test"),
         report=folder.report,
-        identity=_identity_of_shards(folder),
+        identity=_identity_of_shards(folder) | _sequences(config),
         folder=folder,
+    )
+
+
+def _event_datasets(
+    schema: Schema,
+    records: Mapping[str, np.ndarray],
+    config: DataConfig,
+    name: object = "the event log",
+) -> dict[str, EventDataset]:
+    """Returns the splits of an event log, with histories of the events of all."""
+    log, layout = make_log(list(records.values())), layout_of(config, schema)
+    return {
+        split: EventDataset(
+            *(schema, log, number, layout),
+            stream=config.stream and split == "train",
+            name=f"{name} ({split})",
+        )
+        for number, split in enumerate(records)
+    }
+
+
+def _sequences(config: DataConfig) -> dict:
+    """Returns what decides the histories of an event log; {} of other data."""
+    if not config.is_log:
+        return {}
+    return {"sequences": {name: getattr(config, name) for name in SEQUENCE_SETTINGS}}
+
+
+def _open_planted_events(config: DataConfig, seed: int) -> Splits:
+    schema = planted_events.schema_of_events(config)
+    sizes = generated.split_sizes(config)
+    logs = {
+        name: planted_events.planted_log(config, size, seed=seed, split=number)
+        for number, (name, size) in enumerate(sizes.items())
+    }
+    records = {name: log.records for name, log in logs.items()}
+    ne = {
+        name: {
+            known: planted_events.normalized_entropy(chance, log.records["label"])
+            for known, chance in log.best.items()
+        }
+        for name, log in logs.items()
+    }
+    known = ", ".join(f"{value:.5f} with {name}" for name, value in ne["test"].items())
+    report = {
+        "source": "events",
+        "split_rule": "train, valid and test are events of different users",
+        "examples": sizes,
+        "notes": [f"Best NE of the test events: {known}."],
+        "best_possible_ne": ne["test"]["the order"],
+        "true_model_ne": {name: of["the order"] for name, of in ne.items()},
+        "best_ne": ne,
+    }
+    splits = {split: {"rows": rows, "seed": seed} for split, rows in sizes.items()}
+    model = {name: getattr(config, name) for name in ("signal", "click_rate")}
+    identity = {"source": "events", "schema": _schema(schema), "model": model}
+    return Splits(
+        **_event_datasets(schema, records, config),
+        report=report,
+        identity=identity | splits | _sequences(config),
     )
 
 

@@ -22,6 +22,7 @@ from loka_jax.data.encoding import (
     is_missing,
     read_texts,
     text_form,
+    user_keys,
 )
 from loka_jax.data.reader import record_dtype_of
 from loka_jax.data.values import (
@@ -29,6 +30,7 @@ from loka_jax.data.values import (
     Standardizer,
     clean_dense,
     parse_labels,
+    parse_times,
     parse_weights,
     transform_dense,
 )
@@ -109,6 +111,10 @@ class Encoding:
                 rows["label"] = parse_labels(block, columns.labels)
                 if config.weight is not None:
                     rows["weight"] = parse_weights(block, config.weight)
+            if config.user is not None and config.time is not None:
+                rows["user"] = user_keys(block, config.user)
+                times, is_date = parse_times(block, config.time)
+                rows["time"] = times * (1e-6 if is_date else 1.0)
             dense = clean_dense(block, config, columns.dense, counts)
             rows["dense"] = transform_dense(dense, config, self.standardizer)
             start += len(block.rows)

@@ -181,6 +181,37 @@ def parse_weights(
     return numbers.values.astype(np.float32)
 
 
+def parse_times(block: Block, column: str) -> tuple[np.ndarray, bool]:
+    """Returns the times in float64 and whether they are dates, in microseconds.
+
+    Dates are Arrow's date and timestamp types, or text in the form of ISO 8601; without
+    a zone they count as UTC.
+    """
+    dates = _as_dates(block.column(column))
+    if dates is not None:
+        micros = dates.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
+        table = pa.table({column: micros.cast(pa.float64(), safe=False)})
+        block = block._replace(table=table)
+    numbers = parse_numbers(block, column, "time", "name another with --data.time")
+    wrong = numbers.missing | ~np.isfinite(numbers.values)
+    why = "where each row needs a time: add it, or leave out --data.time."
+    numbers.refuse(wrong, why)
+    return numbers.values, dates is not None
+
+
+def _as_dates(array: pa.Array) -> pa.Array | None:
+    """Returns the column as timestamps, or None if it does not hold dates."""
+    if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
+        return array
+    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+        for zone in (None, "UTC"):
+            try:
+                return array.cast(pa.timestamp("us", zone))
+            except pa.ArrowInvalid:
+                continue
+    return None
+
+
 def clean_dense(
     block: Block, config: DataConfig, columns: tuple[str, ...], counts: Counts
 ) -> np.ndarray:

@@ -11,6 +11,7 @@ from loka_jax.nn.convert import Converted, convert
 from loka_jax.nn.dense import Dense, Fp8DotGeneral
 from loka_jax.nn.embeddings import Compress, Fm, FmLcb
 from loka_jax.nn.group import runs_tails
+from loka_jax.nn.hstu import HstuLayer, jagged_attention
 from loka_jax.nn.interaction import CrossDeep, CrossNet, Head
 from loka_jax.nn.mlp import Mlp
 from loka_jax.nn.norm_dense import NormDense
@@ -52,6 +53,7 @@ __all__ = [
     "Fp8DotGeneral",
     "Fp8State",
     "Head",
+    "HstuLayer",
     "Mlp",
     "Model",
     "NormDense",
@@ -68,6 +70,7 @@ __all__ = [
     "check_scales",
     "convert",
     "dot_features",
+    "jagged_attention",
     "join_features",
     "joined_norm",
     "list_sites",

@@ -22,6 +22,7 @@ from loka_jax import checked, jagged
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Pass, Rule, Visibility
 from loka_jax.mapped import by_kernel, equally_varying
 from loka_jax.ops.device import Device
+from loka_jax.recipe import Role
 from loka_jax.xla import jagged_attention as xla
 
 
@@ -29,11 +30,16 @@ class AttentionPlan(NamedTuple):
     """What runs `jagged_attention`: Pallas kernels or XLA. Static under jit.
 
     Attributes:
-        why_not: why XLA runs it; None for kernels.
+        why_xla: why XLA runs it; None for kernels.
     """
 
-    why_not: str | None
+    why_xla: str | None
     interpret: Any = None
+
+    def why_not(self, role: Role) -> str | None:
+        """Returns why XLA runs a role; None for a kernel."""
+        del role
+        return self.why_xla
 
 
 BY_XLA = AttentionPlan("provider 'xla'")
@@ -127,7 +133,7 @@ class _Static(NamedTuple):
 def _attend(static: _Static, kind: Pass, fixed, streamed, visible):
     """Returns the results of a pass."""
     how = dict(scale=static.scale, max_length=static.max_length)
-    if static.plan.why_not is not None:
+    if static.plan.why_xla is not None:
         return xla.attend(kind, fixed, streamed, visible, **how)
     from loka_jax.pallas import jagged_attention as kernel
 

@@ -80,6 +80,7 @@ def initial_state(config: Config, net: RunModel, schema: Schema) -> TrainState:
         model=nn.Planned(config.model, ()).by_xla(),
         tables=net.tables,
         num_dense=len(schema.dense),
+        log_inputs=net.log_inputs,
         optimizer=optax.identity(),
         row_optimizer=Sgd(),
         init_stddev=config.embedding.init_stddev,

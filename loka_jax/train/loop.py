@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from loka_jax.data.batch import Batch, Position, next_position
+from loka_jax.data.batch import Batch, Dataset, Position, next_position
 from loka_jax.dispatch.plan import as_json
 from loka_jax.train import metrics
 from loka_jax.train.build import Run
@@ -298,7 +298,7 @@ class Loop:
         self._refuse_skipping()
         self._sync()
         with self.display.doing("evaluating"):
-            values = quality(self.run, self.state, self.run.splits.valid)
+            values = quality(self.run, self.state, self._held_out())
         line = log_lines.evaluation(self.progress, values)
         self.record.log(line)
         self.display.evaluation(self.progress.step, line)
@@ -313,6 +313,15 @@ class Loop:
         lr_scale = jnp.asarray(after.lr_scale, jnp.float32)
         self.state = dataclasses.replace(self.state, lr_scale=lr_scale)
         self.clock.restart()
+
+    def _held_out(self) -> Dataset:
+        """Returns what is evaluated: of a stream, the examples that come next."""
+        run, loop = self.run, self.run.config.loop
+        every = loop.eval_every or run.steps_per_epoch
+        step = 0 if self._ends() else self.progress.position.step
+        if not step:
+            return run.splits.valid
+        return run.splits.held_out(step, every, loop.batch_size)
 
     def _save(self):
         """Saves the state, unless it is not healthy: older checkpoints may be."""
