@@ -8,4 +8,13 @@ from loka_jax.models.mmoe import Mmoe
 from loka_jax.models.ranking import RankingModel
 from loka_jax.models.wukong import Wukong
 
-__all__ = ["Dcnv2", "Dhen", "DhenDlrm", "Dlrm", "Hstu", "Mmoe", "RankingModel", "Wukong"]
+__all__ = [
+    "Dcnv2",
+    "Dhen",
+    "DhenDlrm",
+    "Dlrm",
+    "Hstu",
+    "Mmoe",
+    "RankingModel",
+    "Wukong",
+]

@@ -18,11 +18,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen
 from jaxtyping import Array, Float, Int
 
 from loka_jax import nn
 from loka_jax.models.ranking import RankingModel
+
+_STD = 0.02  # of vectors that are added to those of events, at the start
+
+
+def _waves(key: Array, shape: tuple[int, int], dtype: Any) -> Float[Array, "P D"]:
+    """Returns sines and cosines of positions, to begin with.
+
+    A row finds those at some distance by one linear map, wherever it stands; of random
+    vectors it would have to learn each pair (Vaswani et al., arXiv 1706.03762, 3.5).
+    """
+    del key
+    position, feature = np.indices(shape)
+    angles = position * 1e-4 ** (feature // 2 * 2 / shape[1]) + feature % 2 * np.pi / 2
+    return jnp.asarray(_STD * np.sqrt(2.0) * np.sin(angles), dtype)
 
 
 class Hstu(RankingModel):
@@ -147,11 +162,12 @@ class Hstu(RankingModel):
             ("age", self.age_buckets, ages),
         ]
         lookups += [
-            (f"answer_{task}", 3, answer) for task, answer in enumerate(events.answers.T)
+            (f"answer_{task}", 3, answer)
+            for task, answer in enumerate(events.answers.T)
         ]
         total = 0.0
         for name, count, index in lookups:
-            initial = linen.initializers.normal(0.02)
+            initial = _waves if name == "position" else linen.initializers.normal(_STD)
             table = self.param(name, initial, (count, self.dim), jnp.float32)
             total = total + table[jnp.minimum(index, count - 1)]
         return jnp.asarray(total).astype(self.compute_dtype)
@@ -166,7 +182,7 @@ class Hstu(RankingModel):
             return x
         context = context.astype(x.dtype)
         rows = nn.Dense(self.dim, recipe=self.recipe, name="context")(context)
-        places = offsets[:-1, None] + jnp.arange(count)
+        places = offsets[:-1, None] + jnp.arange(count)[None, :]
         is_empty = (jnp.diff(offsets) == 0)[:, None]
         places = jnp.where(is_empty, x.shape[0], places)  # dropped
         return x.at[places].add(rows, mode="drop")

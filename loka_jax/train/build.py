@@ -298,7 +298,9 @@ def _check_log(config: Config, mesh: jax.sharding.Mesh | None) -> None:
             "--mesh.replicas and --mesh.shards."
         )
     if config.data.stream and loop.epochs > 1:
-        raise ValueError("--data.stream passes over the data once: set --loop.epochs 1.")
+        raise ValueError(
+            "--data.stream passes over the data once: set --loop.epochs 1."
+        )
 
 
 def build_in_turn(

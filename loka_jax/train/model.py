@@ -90,10 +90,10 @@ def _event_inputs(config: Config, schema: Schema, batch_size: int) -> tuple[Any,
     contexts, tasks = layout.contexts, len(schema.labels)
     fields = len(schema.fields) - contexts
 
-    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+    def ints(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    def floats(*shape: int) -> jax.ShapeDtypeStruct:
+    def floats(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     events = Events(
@@ -114,10 +114,14 @@ def _check_log(config: Config, schema: Schema) -> None:
     length = getattr(config.model, "max_length", None)
     if config.data.is_log != (length is not None):
         kind = type(config.model).__name__
+        if length is None:
+            raise ValueError(
+                f"the {kind} takes no event log: use --config fp8_hstu, or leave out "
+                "--data.user."
+            )
         raise ValueError(
-            f"the {kind} takes {'an event log' if length else 'no event log'}: "
-            + ("name --data.user and --data.time" if length else "use --config fp8_hstu")
-            + ", or another --config."
+            f"the {kind} takes an event log: name --data.user and --data.time, or use "
+            "another --config."
         )
     if length is None:
         return

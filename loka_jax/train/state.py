@@ -89,7 +89,7 @@ def init_state(
     """
     model_key, table_key = jax.random.split(key)
     with probing(probe):
-        inputs = (
+        inputs: Any = (
             jnp.zeros((1, num_dense)),
             by_stack(lambda spec: jnp.zeros((1, len(spec.rows), spec.dim)), tables),
         )
