@@ -41,6 +41,49 @@ def fp8_hstu() -> HstuConfig:
     )
 
 
+def _sized(name: str, layers: int, dim: int, heads: int, history: int) -> HstuConfig:
+    """Returns a run of a size whose sequences hold so many events and a candidate."""
+    small = fp8_hstu()
+    return dataclasses.replace(
+        small,
+        name=name,
+        model=small.model.clone(
+            dim=dim,
+            num_layers=layers,
+            num_heads=heads,
+            qk_dim=dim // heads,
+            v_dim=dim // heads,
+            item_mlp=(dim,),
+            head_mlp=(dim,),
+            max_length=history + 2,
+            age_buckets=2048,
+            input_dropout_rate=0.2,
+            layer_dropout_rate=0.1,
+        ),
+        data=dataclasses.replace(small.data, history=history, targets="last"),
+        embedding=EmbeddingConfig(dim=dim, init_stddev=0.05),
+        optim=OptimConfig(lr=1e-3, rows_lr=0.1, warmup_steps=1000, clip_norm=1.0),
+    )
+
+
+@register
+def fp8_hstu_s() -> HstuConfig:
+    """HSTU S in FP8, for a GPU: 3 layers of 256, sequences of 512."""
+    return _sized("fp8_hstu_s", layers=3, dim=256, heads=4, history=510)
+
+
+@register
+def fp8_hstu_m() -> HstuConfig:
+    """HSTU M in FP8, the dense part of MLPerf's: 3 layers of 512, sequences of 4,096."""
+    return _sized("fp8_hstu_m", layers=3, dim=512, heads=4, history=4094)
+
+
+@register
+def fp8_hstu_l() -> HstuConfig:
+    """HSTU L in FP8: 8 layers of 1,024, sequences of 4,096."""
+    return _sized("fp8_hstu_l", layers=8, dim=1024, heads=4, history=4094)
+
+
 def _assistments(name: str, categorical: tuple[str, ...], history: int) -> HstuConfig:
     """Returns a run on answers of pupils: each is predicted by all before it."""
     small = fp8_hstu()

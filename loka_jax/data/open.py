@@ -81,6 +81,11 @@ class Splits:
         return train.window(step * batch_size, count * batch_size)
 
     @property
+    def left_out(self) -> int:
+        """The events left out of histories so far, as batches had no room for them."""
+        return self.train.left_out if isinstance(self.train, EventDataset) else 0
+
+    @property
     def encoding_digest(self) -> str | None:
         """The digest of the encoding; None for generated data."""
         return None if self.folder is None else digest_of(self.folder)

@@ -26,7 +26,7 @@ from loka_jax.data.reader import record_dtype_of
 
 STRENGTH = 1.5  # of the order's part, beside a standard deviation of 1 of the others
 PREFERENCE = 0.8
-EVENTS_OF_USER = 40  # on average, geometric
+EVENTS_OF_USER = 0.625  # on average, of the longest history; geometric
 _SEED = 0  # of the planted model; the seed of a run draws the events
 
 
@@ -60,7 +60,10 @@ def planted_log(config: DataConfig, count: int, *, seed: int, split: int) -> Pla
     world, draws = np.random.default_rng(_SEED), np.random.default_rng((seed, split))
     effect, weight = world.normal(0, 0.7, items), world.normal(0, 1, items)
     of_context = world.normal(0, 0.7, contexts)
-    lengths = draws.geometric(1 / EVENTS_OF_USER, 2 + 2 * count // EVENTS_OF_USER)
+    mean = max(EVENTS_OF_USER * config.history, 2.0)
+    lengths = draws.geometric(1 / mean, 4 + 2 * int(count / mean))
+    while lengths.sum() < count:
+        lengths = np.append(lengths, draws.geometric(1 / mean, 4))
     user = np.repeat(np.arange(len(lengths)), lengths)[:count]
     lengths = np.bincount(user)
     place = np.arange(count) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -46,10 +46,15 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
             of a batch.
 
     Raises:
-        ValueError: if there are fewer devices, they cannot share a batch, or the rows
+        ValueError: if it is a run on an event log, there are fewer devices, they cannot share a batch, or the rows
             of the tables are too many for them.
     """
     config = source.config
+    if config.data.is_log:
+        raise ValueError(
+            f"{source.workdir} is a run on an event log: its model scores histories in "
+            "evaluations, and prediction and export read rows apart."
+        )
     wire = MeshConfig(replicas=1, shards=shards, wire_rows=config.mesh.wire_rows)
     mesh = mesh_of(wire, config.loop.batch_size, 1)
     net = model_of(config, schema, shards)

@@ -108,6 +108,11 @@ class Loop:
                 watchdog.alive()
                 if stop.reached() or self.progress.plateau.stop:
                     break
+        if left_out := self.run.splits.left_out:
+            self.display.say(
+                f"{left_out:,} events were left out of histories, as batches had no "
+                "room for them: raise --data.row-capacity."
+            )
         if not self._save_is_due():
             self._save()
         with self.display.doing("saving"):
