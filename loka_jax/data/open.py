@@ -69,16 +69,13 @@ class Splits:
         train, valid, test = generated.spread_over(sharding, *datasets)
         return dataclasses.replace(self, train=train, valid=valid, test=test)
 
-    def held_out(self, step: int, count: int, batch_size: int) -> Dataset:
-        """Returns what is evaluated after `step` training batches of an epoch.
+    def ahead(self, step: int, count: int, batch_size: int) -> Dataset:
+        """Returns the examples of `count` training batches from `step` on, of a stream.
 
-        Of a stream these are the examples of the next `count` batches, or the
-        validation rows at its end; of other data always the validation rows.
+        They are fewer at its end.
         """
-        train, rest = self.train, self.train.num_examples - step * batch_size
-        if not isinstance(train, EventDataset) or not train.is_stream or rest <= 0:
-            return self.valid
-        return train.window(step * batch_size, count * batch_size)
+        assert isinstance(self.train, EventDataset)
+        return self.train.window(step * batch_size, count * batch_size)
 
     @property
     def left_out(self) -> int:

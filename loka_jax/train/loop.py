@@ -324,9 +324,9 @@ class Loop:
         run, loop = self.run, self.run.config.loop
         every = loop.eval_every or run.steps_per_epoch
         step = 0 if self._ends() else self.progress.position.step
-        if not step:
+        if not run.config.data.stream or not step:
             return run.splits.valid
-        return run.splits.held_out(step, every, loop.batch_size)
+        return run.splits.ahead(step, every, loop.batch_size)
 
     def _save(self):
         """Saves the state, unless it is not healthy: older checkpoints may be."""
