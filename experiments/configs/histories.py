@@ -74,7 +74,7 @@ def fp8_hstu_s() -> HstuConfig:
 
 @register
 def fp8_hstu_m() -> HstuConfig:
-    """HSTU M in FP8, the dense part of MLPerf's: 3 layers of 512, sequences of 4,096."""
+    """HSTU M in FP8, MLPerf's dense part: 3 layers of 512, sequences of 4,096."""
     return _sized("fp8_hstu_m", layers=3, dim=512, heads=4, history=4094)
 
 

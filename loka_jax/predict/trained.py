@@ -46,8 +46,8 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
             of a batch.
 
     Raises:
-        ValueError: if it is a run on an event log, there are fewer devices, they cannot share a batch, or the rows
-            of the tables are too many for them.
+        ValueError: if it is a run on an event log, there are fewer devices, they cannot
+            share a batch, or the rows of the tables are too many for them.
     """
     config = source.config
     if config.data.is_log:
