@@ -3,14 +3,16 @@
     python experiments/bench/jagged_attention.py --out jagged_attention.json
 
 For every case: kernel time by JAX's profiler, and the wall clock of queued calls, of
-the forward pass and of forward and backward; TFLOP/s by the pairs of rows that see each
-other (half of the square), backward 2.5 times forward. cuDNN's causal softmax attention
-runs on padded rows and is credited with the same work. Ours are checked against XLA in
-float32. `--tune` times our passes one by one with all configs worth trying.
+the forward pass (inference) and of forward and backward (training); TFLOP/s by the
+pairs of rows that see each other (half of the square), backward 2.5 times forward.
+XLA runs it on jagged rows, as the library does without kernels, and as dense products
+of padded rows; cuDNN's causal softmax attention of padded rows is credited with the
+same work. Ours are checked against XLA in float32. `--tune` times our passes one by one
+with all configs worth trying.
 
 A case runs in a process of its own, for `case_s` at most: a kernel that fails or hangs
-takes the rest of its case along, not that of others. Forms are timed one after another
-and written at once.
+takes the rest of its case along, not that of others. Forms are timed one after another,
+anchors first, and written at once. The default cases are HSTU M's.
 
 Without a Hopper GPU only XLA runs, to try the script: `--cases tiny`.
 """
@@ -24,7 +26,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,15 +80,15 @@ class Case:
 
 
 CASES = {
-    "h128": Case(size=128, max_length=4096, batch=8),
+    "m": Case(size=128, max_length=4096, batch=8),
+    "m_log_normal": Case(size=128, max_length=4096, batch=32, lengths="log-normal"),
     "h256": Case(size=256, max_length=4096, batch=8),
     "h64": Case(size=64, max_length=512, batch=64),
     "h64_log_normal": Case(size=64, max_length=512, batch=64, lengths="log-normal"),
     "h64_odd": Case(size=64, max_length=777, batch=37, lengths="uniform"),
-    "h128_log_normal": Case(size=128, max_length=4096, batch=32, lengths="log-normal"),
     "tiny": Case(size=64, max_length=50, batch=3, heads=2, lengths="uniform"),
 }
-_DEFAULT_CASES = tuple(CASES)[:5]
+_DEFAULT_CASES = "m", "m_log_normal"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +126,10 @@ def main(arguments: Arguments) -> None:
         for form, record in measure(CASES[name], arguments):
             row["forms"][form] = record
             print(f"  {form:44} {_in_short(record)}", flush=True)
+            row["speedups"] = speedups(row["forms"])
             results.write(arguments.out, result)
+        for form, ratio in row.get("speedups", {}).items():
+            print(f"  ours over {form:34} {ratio:9.2f}")
 
 
 def _by_process(name: str, arguments: Arguments) -> dict[str, Any]:
@@ -157,90 +162,116 @@ def _in_short(record: dict[str, Any]) -> str:
     return f"{record['us']:9.1f} us {record['tflops']:6.1f} TFLOP/s{db}{wall}"
 
 
+class Form(NamedTuple):
+    """A way to compute attention, or a part of it, of a case.
+
+    Attributes:
+        work: the key of `_WORK`.
+        wanted: what its results are checked against; None for no check.
+        wall: whether to time the wall clock, too.
+    """
+
+    run: Callable
+    operands: tuple[jax.Array, ...]
+    work: str
+    wanted: tuple[jax.Array, ...] | None = None
+    wall: bool = True
+
+
 def measure(case: Case, arguments: Arguments) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the name and the record of every form of a case."""
+    """Yields the name and the record of every form of a case, anchors first."""
     offsets = jnp.asarray(case.offsets())
     operands = _operands(case, int(offsets[-1]))
     is_served = local_device().why_not_pallas is None
+    forms = _anchors(case, offsets, operands, is_served) if arguments.anchors else {}
     if is_served:
-        plan = ops.AttentionPlan(None)
         exact = _exactly(functools.partial(_passes, case, offsets, xla.attend))
         references = exact(*operands)
-        for kind, run in _whole(case, offsets, plan).items():
-            wanted = references[:1] if kind == "forward" else references
-            yield (
-                f"pallas {kind}",
-                _timed(case, kind, _compiled(run, operands), operands, wanted),
-            )
-        yield from _each_pass(case, offsets, operands, references, arguments.tune)
-    if not arguments.anchors:
-        return
-    if is_served:
-        padded = _padded_operands(case)
-        for kind, run in _softmax(case).items():
-            yield (
-                f"cudnn softmax {kind}",
-                _timed(case, kind, _compiled(run, padded), padded),
-            )
-    for kind, run in _whole(case, offsets, ops.BY_XLA).items():
-        yield f"xla {kind}", _timed(case, kind, _compiled(run, operands), operands)
+        by_kernels = ops.AttentionPlan(None)
+        for work, run in _whole(case, offsets, by_kernels).items():
+            wanted = references[:1] if work == "forward" else references
+            forms[f"pallas {work}"] = Form(run, operands, work, tuple(wanted))
+        forms |= _each_pass(case, offsets, operands, references, arguments.tune)
+    runs = {name: (form.run, form.operands) for name, form in forms.items()}
+    for name, program in compile_all(runs).items():
+        yield name, _timed(case, forms[name], program)
 
 
-def _each_pass(case: Case, offsets, operands, references, tune: bool):
-    """Yields the records of our passes, with the default config or with each."""
+def _anchors(case: Case, offsets, operands, has_cudnn: bool) -> dict[str, Form]:
+    """Returns XLA's forms, of jagged and of padded rows, and cuDNN's."""
+    padded = _padded_operands(case)
+    anchors = {"xla dense": (_dense(case), padded)}
+    if has_cudnn:
+        anchors["cudnn softmax"] = _softmax(case), padded
+    anchors["xla jagged"] = _whole(case, offsets, ops.BY_XLA), operands
+    return {
+        f"{name} {work}": Form(run, own, work)
+        for name, (runs, own) in anchors.items()
+        for work, run in runs.items()
+    }
+
+
+def speedups(forms: dict[str, Any]) -> dict[str, float]:
+    """Returns how many times as fast as each anchor our kernels are, by form."""
+    return {
+        name: record["us"] / forms[ours]["us"]
+        for name, record in forms.items()
+        if not name.startswith("pallas")
+        and "us" in record
+        and "us" in forms.get(ours := f"pallas {name.split()[-1]}", {})
+    }
+
+
+def _each_pass(
+    case: Case, offsets, operands, references, tune: bool
+) -> dict[str, Form]:
+    """Returns our passes, with the default config or with each."""
     from loka_jax.pallas import jagged_attention as kernel
 
     out, dq, dk, dv = references
-    kinds = {"forward": (FORWARD, (out,)), "dq": (BY_QUERY, (dq,))}
+    kinds: dict[str, Any] = {"forward": (FORWARD, (out,)), "dq": (BY_QUERY, (dq,))}
     if case.size > 128:  # dk and dv are of two launches
         kinds["dk"] = BY_KEY._replace(has_values=False), (dk,)
         kinds["dv"] = BY_KEY._replace(has_slopes=False), (dv,)
     else:
         kinds["dk, dv"] = BY_KEY, (dk, dv)
+    forms = {}
     for name, (kind, wanted) in kinds.items():
         configs = kernel.search_space(kind, case.size)
-        runs = {}
         for config in configs if tune else configs[:1]:
             attend = functools.partial(kernel.attend, config=config)
             run = functools.partial(_pass, case, offsets, attend, kind)
             values = ",".join(map(str, dataclasses.astuple(config)))
-            runs[f"pallas {name} {values}"] = run, operands
-        for form, program in compile_all(runs).items():
-            yield form, _timed(case, name, program, operands, wanted, wall=False)
+            form = Form(run, operands, name, wanted, wall=False)
+            forms[f"pallas {name} {values}"] = form
+    return forms
 
 
 # Products of rows by rows in a pass, in units of the forward pass's two.
 _WORK = {"forward": 1, "both": 3.5, "dq": 1.5, "dk, dv": 2, "dk": 1.5, "dv": 1}
 
 
-def _compiled(run: Callable, operands) -> Any:
-    """Returns the compiled function, or the exception where it does not compile."""
-    return compile_all({"": (run, operands)})[""]
-
-
-def _timed(
-    case: Case, kind: str, program: Any, operands, wanted=None, wall: bool = True
-) -> dict[str, Any]:
+def _timed(case: Case, form: Form, program: Any) -> dict[str, Any]:
     """Returns the record of a form: its time, or why there is none."""
     if isinstance(program, Exception):
         return {"failed": one_line(program)}
     try:
-        found = program(*leaves(operands))
+        arguments = leaves(form.operands)
+        found = program(*arguments)
         record: dict[str, Any] = {}
-        if wanted is not None:
-            record["sqnr_db"] = _least_sqnr(wanted, found)
+        if form.wanted is not None:
+            record["sqnr_db"] = _least_sqnr(form.wanted, found)
             if not record["sqnr_db"] >= _LEAST_DB:
                 return record | {"wrong": f"{record['sqnr_db']:.1f} dB"}
-            again = program(*leaves(operands))
+            again = program(*arguments)
             if not all(map(jnp.array_equal, found, again)):
                 return record | {"wrong": "two calls differ"}
-        arguments = leaves(operands)
         (timing,) = time_kernels({"": Timed(program, [arguments])}).values()
         us = timing.median_us
-        flops = case.flops() * _WORK[kind]
+        flops = case.flops() * _WORK[form.work]
         record |= {"us": us, "min_us": timing.min_us, "max_us": timing.max_us}
         record |= {"kernels": timing.kernels, "tflops": flops / us / 1e6}
-        if wall:
+        if form.wall:
             chain = lambda calls: [program(*arguments) for _ in range(calls)][-1]  # noqa: E731
             record["wall_us"] = time_chains({"": chain}, calls=10, rounds=3)[""].min_us
         return record
@@ -284,6 +315,21 @@ def _softmax(case: Case) -> dict[str, Callable]:
     if case.lengths != "full":
         masks |= dict(query_seq_lengths=lengths, key_value_seq_lengths=lengths)
     return _both(functools.partial(jax.nn.dot_product_attention, **masks))
+
+
+def _dense(case: Case) -> dict[str, Callable]:
+    """Returns the attention of padded rows as a dense product, likewise.
+
+    Rows of padding are the last of their example, which no other row sees.
+    """
+
+    def attention(q, k, v):
+        scores = case.size**-0.5 * jnp.einsum("bihd,bjhd->bhij", q, k)
+        seen = jnp.tri(q.shape[1], dtype=q.dtype)[None, None]
+        weights = jax.nn.silu(scores) * seen / case.max_length
+        return jnp.einsum("bhij,bjhd->bihd", weights, v)
+
+    return _both(attention)
 
 
 def _both(attention: Callable) -> dict[str, Callable]:

@@ -21,7 +21,7 @@ _EXAMPLES, _HEADS, _LONGEST, _SPARE = 60, 4, 333, 45
 def _operands(size: int) -> tuple[Any, ...]:
     lengths = np.linspace(0, _LONGEST, _EXAMPLES).astype(np.int32)
     lengths[1::2] = lengths[1::2][::-1]
-    offsets = np.cumsum([0, *lengths]).astype(np.int32)
+    offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
     shape = (int(offsets[-1]) + _SPARE, _HEADS, size)
     rows = [normal(*shape, seed=i, dtype=BF16) for i in range(4)]
     counts = [np.arange(_EXAMPLES, dtype=np.int32) % n for n in (4, 6)]

@@ -132,12 +132,12 @@ class _Static(NamedTuple):
 
 def _attend(static: _Static, kind: Pass, fixed, streamed, visible):
     """Returns the results of a pass."""
-    how = dict(scale=static.scale, max_length=static.max_length)
+    how: dict[str, Any] = dict(scale=static.scale, max_length=static.max_length)
     if static.plan.why_xla is not None:
         return xla.attend(kind, fixed, streamed, visible, **how)
     from loka_jax.pallas import jagged_attention as kernel
 
-    how = dict(how, interpret=static.plan.interpret)
+    how["interpret"] = static.plan.interpret
     run = functools.partial(kernel.attend, kind, **how)
     return by_kernel(run, fixed, streamed, visible)
 

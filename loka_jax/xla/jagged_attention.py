@@ -76,13 +76,13 @@ def _add(kind: Pass, scale, fixed, streamed, visible, visits, step, sums):
     x, y = (z[block] for z in streamed)
     mask = _mask(kind, visible, block, x.shape[1]) & is_visit[:, None, None]
     mask = mask[:, None]
-    a, *b = fixed
+    a, *_ = fixed
     scores = scale * _product("nfhd,nghd->nhfg", a, x)
     probability = jax.nn.sigmoid(scores)
     added = []
     if kind.has_slopes:
         slope = probability * (1 + scores * (1 - probability))
-        slope = slope * _product("nfhd,nghd->nhfg", *b, y)
+        slope = slope * _product("nfhd,nghd->nhfg", fixed[1], y)
         added.append(_sum(jnp.where(mask, slope, 0), x))
     if kind.has_values:
         added.append(_sum(jnp.where(mask, scores * probability, 0), y))
