@@ -18,7 +18,7 @@ before it, and the row itself. Attention works on blocks of rows, whoever they b
 to: spans say which pairs of blocks it may skip, and which need no mask.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -217,7 +217,7 @@ def padded(visible: Visibility, num_rows: int) -> Visibility:
         return visible
     nowhere = num_rows, 0, num_rows, 0
 
-    def pad(x, value):
+    def pad(x: Array | None, value: int) -> Any:
         return None if x is None else jnp.pad(x, (0, count), constant_values=value)
 
     spans = [Spans(*map(pad, x, nowhere)) for x in (visible.sees, visible.seen_by)]

@@ -203,8 +203,11 @@ def _open_planted_events(config: DataConfig, seed: int) -> Splits:
     splits = {split: {"rows": rows, "seed": seed} for split, rows in sizes.items()}
     model = {name: getattr(config, name) for name in ("signal", "click_rate")}
     identity = {"source": "events", "schema": _schema(schema), "model": model}
+    datasets = _event_datasets(schema, records, config)
     return Splits(
-        **_event_datasets(schema, records, config),
+        train=datasets["train"],
+        valid=datasets["valid"],
+        test=datasets["test"],
         report=report,
         identity=identity | splits | _sequences(config),
     )

@@ -76,7 +76,8 @@ def attend(
     reason = why_not(Problem(heads=heads, size=size, value_size=value_size))
     if reason is not None:
         raise ValueError(f"pallas jagged_attention does not serve {reason}.")
-    how = dict(scale=scale, max_length=max_length, config=config, interpret=interpret)
+    how: dict[str, Any] = dict(scale=scale, max_length=max_length)
+    how |= dict(config=config, interpret=interpret)
     if kind.has_slopes and kind.has_values and size > _MAX_SIZE_OF_BOTH:
         parts = (
             attend(kind._replace(has_values=False), fixed, streamed, visible, **how),
@@ -242,9 +243,9 @@ class _Kernel:
 
         rounds, count = self._each_task(tasks, load)
         # All have been read when the kernel ends.
-        rings = (*rings, (None, None, None, refs.fixed_empty, config.fixed_stages))
-        for *_, empty, stages in rings:
-            total = rounds if empty is refs.fixed_empty else count
+        ends = [(count, empty, stages) for *_, empty, stages in rings]
+        ends.append((rounds, refs.fixed_empty, config.fixed_stages))
+        for total, empty, stages in ends:
             for last in range(stages):
                 number = total - 1 - last
                 wait_if(number >= 0, empty.at[lax.rem(number + stages, stages)])

@@ -138,7 +138,7 @@ class LaunchLayout(NamedTuple):
         warpgroups, stages = config.warpgroups, config.fixed_stages
         fixed = _operand(stages * warpgroups, ROWS, self.size)
         copies = warpgroups * (1 + self.kind.has_slopes)
-        empty = dict(num_arrivals=warpgroups)
+        empty: dict[str, Any] = dict(num_arrivals=warpgroups)
         fields = dict(
             a=fixed,
             x=_operand(config.x_stages, config.block, self.size),

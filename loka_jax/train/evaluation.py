@@ -51,11 +51,11 @@ def evaluate(run: Run, state: TrainState, dataset: Dataset) -> Evaluated:
         seen, logits = eval_step(state, seen, batch)
         scored.append((logits, batch.labels, batch.weights))
         watchdog.alive()
-    columns = zip(*run.fetched(scored), strict=True)
-    logits, labels, weights = columns
-    rows = tuple(map(np.concatenate, (logits, labels, weights)))
-    values = tasks.evaluated(dataset.schema.labels, seen, *rows)
-    return Evaluated(values, *rows, tuple(map(len, weights)))
+    batches = run.fetched(scored)
+    logits, labels, weights = map(np.concatenate, zip(*batches, strict=True))
+    values = tasks.evaluated(dataset.schema.labels, seen, logits, labels, weights)
+    counts = tuple(len(own) for *_, own in batches)
+    return Evaluated(values, logits, labels, weights, counts)
 
 
 def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:
