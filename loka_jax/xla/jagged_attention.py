@@ -16,7 +16,9 @@ from jaxtyping import Array, Float
 from loka_jax import jagged
 from loka_jax.jagged import Pass, Visibility
 
-_BLOCK = 256  # rows
+# Rows of a block, and where sequences are long. A block that is longer than most of them
+# visits mainly rows that it does not see.
+_BLOCK, _LARGER_BLOCK, _LONG = 128, 256, 2048
 _ALIGNMENT = 8
 
 
@@ -39,7 +41,8 @@ def attend(
         max_length: N.
     """
     size = len(fixed[0])
-    block = min(_BLOCK, -(-size // _ALIGNMENT) * _ALIGNMENT)
+    block = _LARGER_BLOCK if max_length >= _LONG else _BLOCK
+    block = min(block, -(-size // _ALIGNMENT) * _ALIGNMENT)
     pad = -size % block
     rows: Any = fixed, streamed
     fixed, streamed = jax.tree.map(lambda x: _blocked(x, pad, block), rows)
