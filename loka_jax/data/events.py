@@ -213,7 +213,7 @@ class EventDataset(Dataset):
         counts = np.where(is_real, stops - starts, 0)
         fixed = np.where(is_real, layout.contexts + (not layout.is_all), 0)
         most, *_ = ladder = layout.capacities(batch_size)
-        counts, left_out = _shortened(counts, most - fixed.sum(), layout)
+        counts, left_out = _shortened(counts, most - int(fixed.sum()), layout)
         self.left_out += left_out
         lengths = fixed + counts * layout.rows_of_event
         capacity = min(size for size in ladder if size >= lengths.sum())

@@ -24,13 +24,13 @@ _ALIGNMENT = 8
 
 def attend(
     kind: Pass,
-    fixed: tuple[Float[Array, "C h d"], ...],
-    streamed: tuple[Float[Array, "C h d"], ...],
+    fixed: tuple[Float[Array, "C h _"], ...],
+    streamed: tuple[Float[Array, "C h _"], ...],
     visible: Visibility,
     *,
     scale: float,
     max_length: int,
-) -> tuple[Float[Array, "C h d"], ...]:
+) -> tuple[Float[Array, "C h _"], ...]:
     """Returns the wanted ones of slopes and values, in the dtype of x and of y.
 
     Sums are float32; what a product takes is rounded to the dtype of its operands.
