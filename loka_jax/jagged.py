@@ -1,8 +1,8 @@
 """Jagged rows: which rows of a batch see which, and in which blocks they lie.
 
-The examples of a batch lie one after another in rows [C, ...]; example b has the rows
+The sequences of a batch lie one after another in rows [C, ...]; sequence b has the rows
 `offsets[b]` to `offsets[b + 1]`: contextual tokens, then a history in order, then
-candidates. Row i sees row j of its example if
+candidates. Row i sees row j of its sequence if
 
     j = i
     or j is no candidate, and i is contextual
@@ -29,8 +29,8 @@ class Rule(NamedTuple):
     """Who sees whom, besides the offsets.
 
     Attributes:
-        num_contextual: tokens at the start of each example; none if None.
-        num_candidates: tokens at the end of each example; none if None.
+        num_contextual: tokens at the start of each sequence; none if None.
+        num_candidates: tokens at the end of each sequence; none if None.
         window: rows that a row sees, itself included; all before it if None.
         oldest: rows after the contextual ones that all later rows see, whatever the
             window.
@@ -45,7 +45,7 @@ class Rule(NamedTuple):
 class Spans(NamedTuple):
     """For each row a span of rows, and a second one before it, each half open.
 
-    Rows beyond the last example have empty spans, which start at C.
+    Rows beyond the last sequence have empty spans, which start at C.
     """
 
     first: Int32[Array, " C"]
@@ -109,6 +109,30 @@ class Blocks(NamedTuple):
     full_last: Int32[Array, " n"]
 
 
+def sequence_of(
+    offsets: Int32[Array, " B_plus_1"], rows: Int32[Array, " n"]
+) -> Int32[Array, " n"]:
+    """Returns the sequence of each row; the last one of rows beyond it."""
+    ends = offsets[1:]
+    found = jnp.searchsorted(ends, rows, side="right", method="scan_unrolled")
+    return jnp.minimum(found, len(ends) - 1)
+
+
+def newest(
+    offsets: Int32[Array, " B_plus_1"], num_rows: int, count: int
+) -> tuple[Int32[Array, " n"], Int32[Array, " B_plus_1"]]:
+    """Returns the newest `count` rows of each sequence, and their own offsets.
+
+    They are at most `num_rows`; those beyond the last sequence are any rows.
+    """
+    none = jnp.zeros(1, jnp.int32)
+    lengths = jnp.minimum(jnp.diff(offsets), count)
+    kept = jnp.concatenate([none, jnp.cumsum(lengths, dtype=jnp.int32)])
+    places = jnp.arange(min(num_rows, len(lengths) * count), dtype=jnp.int32)
+    left_out = (offsets - kept)[1:][sequence_of(kept, places)]
+    return jnp.minimum(places + left_out, num_rows - 1), kept
+
+
 def visibility(
     offsets: Int32[Array, " B_plus_1"], num_rows: int, rule: Rule
 ) -> Visibility:
@@ -118,17 +142,15 @@ def visibility(
     """
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     offsets = jnp.clip(offsets.astype(jnp.int32), 0, num_rows)
-    ends = offsets[1:]
-    example = jnp.searchsorted(ends, rows, side="right", method="scan_unrolled")
-    is_row = rows < ends[-1]
-    example = jnp.minimum(example, len(ends) - 1)
-    start, end = offsets[example], ends[example]
+    is_row = rows < offsets[-1]
+    sequence = sequence_of(offsets, rows)
+    start, end = offsets[sequence], offsets[sequence + 1]
     history_end = context_end = end
     if rule.num_candidates is not None:
-        history_end = jnp.maximum(end - rule.num_candidates[example], start)
+        history_end = jnp.maximum(end - rule.num_candidates[sequence], start)
     context_end = start
     if rule.num_contextual is not None:
-        context_end = start + rule.num_contextual[example]
+        context_end = start + rule.num_contextual[sequence]
         context_end = jnp.minimum(context_end, history_end)
     places = _Places(rows, is_row, start, context_end, history_end, end)
     has_itself = rule.num_candidates is not None
@@ -137,7 +159,7 @@ def visibility(
 
 
 class _Places(NamedTuple):
-    """For each row, what its example consists of."""
+    """For each row, what its sequence consists of."""
 
     row: Array
     is_row: Array

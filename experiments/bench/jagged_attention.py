@@ -50,7 +50,7 @@ _LEAST_DB = 45.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Heads of a size, and lengths of examples: max_length, or drawn.
+    """Heads of a size, and lengths of sequences: max_length, or drawn.
 
     Attributes:
         lengths: "full", "log-normal" (median a third of the most) or "uniform" from 0.
@@ -63,7 +63,7 @@ class Case:
     lengths: str = "full"
 
     def offsets(self) -> np.ndarray:
-        """Returns where examples begin and the last one ends."""
+        """Returns where sequences begin and the last one ends."""
         generator = np.random.default_rng(self.batch)
         lengths = np.full(self.batch, self.max_length)
         if self.lengths == "log-normal":
@@ -320,7 +320,7 @@ def _softmax(case: Case) -> dict[str, Callable]:
 def _dense(case: Case) -> dict[str, Callable]:
     """Returns the attention of padded rows as a dense product, likewise.
 
-    Rows of padding are the last of their example, which no other row sees.
+    Rows of padding are the last of their sequence, which no other row sees.
     """
 
     def attention(q, k, v):

@@ -55,7 +55,7 @@ class Events(NamedTuple):
     answers: Int[Array, "C T"]
     positions: Int[Array, "C"]
     ages: Float[Array, "C"]
-    offsets: Int[Array, "B+1"]
+    offsets: Int[Array, " B_plus_1"]
     targets: Int[Array, "N"]
     candidates: Int[Array, "B"] | None
 

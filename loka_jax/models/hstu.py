@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from loka_jax import nn
 from loka_jax.models.ranking import RankingModel
@@ -56,6 +56,7 @@ class Hstu(RankingModel):
         age_unit: seconds in the first bucket.
         window: the newest rows that a row sees, beside those of the sample; None for
             all.
+        oldest: rows after those of the sample that are seen whatever the window.
         truncate_after: layers after which only the newest rows of a sequence go on;
             None for no truncation.
         truncate_to: rows that go on.
@@ -79,6 +80,7 @@ class Hstu(RankingModel):
     age_buckets: int = 2048
     age_unit: float = 60.0
     window: int | None = None
+    oldest: int = 0
     truncate_after: int | None = None
     truncate_to: int = 256
     num_tasks: int = 1
@@ -116,7 +118,7 @@ class Hstu(RankingModel):
         is_causal = events.candidates is None
         contextual = None
         if context.shape[1] and not is_causal:
-            contextual = jnp.minimum(jnp.diff(offsets), context.shape[1])
+            contextual = jnp.full(len(offsets) - 1, context.shape[1], jnp.int32)
         for layer in range(self.num_layers):
             if layer == self.truncate_after:
                 if is_causal:
@@ -124,7 +126,9 @@ class Hstu(RankingModel):
                         "--truncate-after leaves out events that are to be predicted: "
                         "set --data.targets last."
                     )
-                x, offsets, targets = self._truncated(x, offsets, targets)
+                x, offsets, targets = nn.newest_rows(
+                    x, offsets, targets, self.truncate_to
+                )
                 contextual = None
             x = self._layer(layer)(
                 x,
@@ -147,6 +151,7 @@ class Hstu(RankingModel):
             v_dim=self.v_dim,
             max_length=self.max_length,
             window=self.window,
+            oldest=self.oldest,
             dropout_rate=self.layer_dropout_rate,
             recipe=self.recipe,
             use_bias=self.bias,
@@ -186,20 +191,3 @@ class Hstu(RankingModel):
         is_empty = (jnp.diff(offsets) == 0)[:, None]
         places = jnp.where(is_empty, x.shape[0], places)  # dropped
         return x.at[places].add(rows, mode="drop")
-
-    @linen.nowrap
-    def _truncated(
-        self, x: Array, offsets: Int[Array, "B+1"], targets: Int[Array, "N"]
-    ) -> tuple[Array, Int[Array, "B+1"], Int[Array, "N"]]:
-        """Returns the newest rows of each sequence, its offsets and targets."""
-        lengths = jnp.minimum(jnp.diff(offsets), self.truncate_to)
-        ends = jnp.cumsum(lengths)
-        shorter = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])
-        count = min(x.shape[0], len(lengths) * self.truncate_to)
-        row = jnp.arange(count, dtype=jnp.int32)
-        sequence = jnp.searchsorted(ends, row, side="right")
-        moved = (offsets[1:] - ends)[jnp.minimum(sequence, len(lengths) - 1)]
-        of_target = jnp.searchsorted(offsets[1:], targets, side="right")
-        back = (offsets[1:] - ends)[jnp.minimum(of_target, len(lengths) - 1)]
-        places = jnp.minimum(row + moved, x.shape[0] - 1)
-        return x[places], shorter, jnp.maximum(targets - back, 0)

@@ -11,7 +11,7 @@ from loka_jax.nn.convert import Converted, convert
 from loka_jax.nn.dense import Dense, Fp8DotGeneral
 from loka_jax.nn.embeddings import Compress, Fm, FmLcb
 from loka_jax.nn.group import runs_tails
-from loka_jax.nn.hstu import HstuLayer, jagged_attention
+from loka_jax.nn.hstu import HstuLayer, jagged_attention, newest_rows
 from loka_jax.nn.interaction import CrossDeep, CrossNet, Head
 from loka_jax.nn.mlp import Mlp
 from loka_jax.nn.norm_dense import NormDense
@@ -75,6 +75,7 @@ __all__ = [
     "joined_norm",
     "list_sites",
     "merge_stats",
+    "newest_rows",
     "normalize",
     "overriding",
     "overwriting",

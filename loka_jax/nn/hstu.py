@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import linen
 from jaxtyping import Array, Float, Int32
 
+from loka_jax import jagged
 from loka_jax.nn.batched import BatchedSite
 from loka_jax.nn.context import current
 from loka_jax.nn.dense import Dense
@@ -42,6 +43,22 @@ def jagged_attention(
     return ops.jagged_attention(q, k, v, offsets, plan=plan, **rule)
 
 
+def newest_rows(
+    x: Float[Array, "C D"],
+    offsets: Int32[Array, " B_plus_1"],
+    targets: Int32[Array, " N"],
+    count: int,
+) -> tuple[Float[Array, "n D"], Int32[Array, " B_plus_1"], Int32[Array, " N"]]:
+    """Returns the newest `count` rows of each sequence, their offsets and targets.
+
+    Args:
+        targets: rows among the newest, whose places are returned.
+    """
+    rows, kept = jagged.newest(offsets, len(x), count)
+    left_out = (offsets - kept)[1:][jagged.sequence_of(offsets, targets)]
+    return x[rows], kept, jnp.maximum(targets - left_out, 0)
+
+
 def _plan(q: Array, v: Array) -> ops.AttentionPlan:
     """Returns what runs attention on the device that sites are planned for."""
     return ops.plan_jagged_attention(q, v, current().device or local_device())
@@ -62,7 +79,7 @@ class HstuLayer(linen.Module):
         qk_dim: d_qk, of a head.
         v_dim: of a head, for U, V and A V.
         max_length: N, not less than the rows of the longest sequence.
-        window: see `jagged_attention`.
+        window: of rows seen; see `ops.jagged_attention`, also for `oldest`.
         dropout_rate: of what `out` reads, in training.
 
     References:
@@ -74,6 +91,7 @@ class HstuLayer(linen.Module):
     v_dim: int
     max_length: int
     window: int | None = None
+    oldest: int = 0
     dropout_rate: float = 0.0
     recipe: str | Recipe = "fp8_tensorwise"
     use_bias: bool = True
@@ -109,6 +127,7 @@ class HstuLayer(linen.Module):
             num_contextual=num_contextual,
             num_candidates=num_candidates,
             window=self.window,
+            oldest=self.oldest,
             scale=qk**-0.5,
             max_length=self.max_length,
             plan=plan,

@@ -79,22 +79,22 @@ def jagged_attention(
     max_length: int,
     plan: AttentionPlan = BY_XLA,
 ) -> Float[Array, "C heads d_v"]:
-    """Returns HSTU's attention of each example, in the dtype of v; differentiable.
+    """Returns HSTU's attention of each sequence, in the dtype of v; differentiable.
 
     Sums are float32; silu of the scores and, in the backward pass, the gradient of the
     scores are rounded to the dtype of the rows. Rows beyond `offsets[-1]` get zeros and
     have no gradient; they must be finite, as all rows of a block are multiplied.
 
     Args:
-        offsets: example b has rows `offsets[b]` to `offsets[b + 1]`, maybe none;
+        offsets: sequence b has rows `offsets[b]` to `offsets[b + 1]`, maybe none;
             offsets beyond C are cut to it.
-        num_contextual: tokens at the start of each example that see its history, and
+        num_contextual: tokens at the start of each sequence that see its history, and
             that all see; none by default.
         num_candidates: tokens at its end that do not see each other; none by default.
         window: rows that a row sees, itself included; all before it by default.
         oldest: rows after the contextual ones that are seen whatever the window.
         scale: factor of the scores, usually `d_qk ** -0.5`.
-        max_length: N. It limits no length: longer examples are right as well.
+        max_length: N. It limits no length: longer sequences are right as well.
 
     Raises:
         ValueError: if shapes do not match, or numbers are out of range.
@@ -121,7 +121,7 @@ def _check(q, k, v, offsets) -> None:
             f"same, and [C, heads, d_v]."
         )
     if offsets.ndim != 1 or len(offsets) < 2:
-        raise ValueError(f"offsets {offsets.shape} must be [B + 1], of an example.")
+        raise ValueError(f"offsets {offsets.shape} must be [B + 1], of a sequence.")
 
 
 class _Static(NamedTuple):

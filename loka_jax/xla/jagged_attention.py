@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 from loka_jax import jagged
 from loka_jax.jagged import Pass, Visibility
 
-# Rows of a block, and where sequences are long. A block that is longer than most of them
-# visits mainly rows that it does not see.
+# Rows of a block, and where sequences are long. A block that is longer than most of
+# them visits mainly rows that it does not see.
 _BLOCK, _LARGER_BLOCK, _LONG = 128, 256, 2048
 _ALIGNMENT = 8
 

@@ -9,10 +9,10 @@ from tests.support import normal, sum_error
 
 
 class Case(NamedTuple):
-    """Lengths of the examples, and who sees whom."""
+    """Lengths of the sequences, and who sees whom."""
 
     lengths: tuple[int, ...]
-    spare: int = 0  # rows beyond the last example
+    spare: int = 0  # rows beyond the last sequence
     contextual: tuple[int, ...] | None = None
     candidates: tuple[int, ...] | None = None
     window: int | None = None
@@ -20,7 +20,7 @@ class Case(NamedTuple):
 
     @property
     def offsets(self):
-        """Where examples begin, and where the last one ends."""
+        """Where sequences begin, and where the last one ends."""
         return np.cumsum((0, *self.lengths)).astype(np.int32)
 
     @property

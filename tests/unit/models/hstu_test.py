@@ -69,23 +69,27 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-def layer(x, params, counts):
+def layer(model, x, params, counts):
     contexts, candidates = counts
     u, v, q, k = np.split(
         dense(norm(x, params["norm"]), params["uvqk"]), [12, 24, 32], 1
     )
     q, k, v = (part.reshape(len(x), 2, -1) for part in (q, k, v))
-    scores = silu(np.einsum("ihd,jhd->hij", q, k) / 2) / MODEL.max_length
+    scores = silu(np.einsum("ihd,jhd->hij", q, k) / 2) / model.max_length
     i, j = np.indices((len(x), len(x)))
     first = len(x) - candidates
-    sees = ((j <= i) & (j < first)) | (i == j) | ((i < contexts) & (j < first))
+    sees = (j <= i) & (j < first)
+    if model.window is not None:
+        is_near = np.minimum(i, first) - j < model.window
+        sees &= is_near | (j < contexts + model.oldest)
+    sees |= (i == j) | ((i < contexts) & (j < first))
     a = np.einsum("hij,jhe->ihe", scores * sees, v).reshape(len(x), -1)
     u = silu(u)
     joined = np.concatenate([u, a, norm(a, params["attention_norm"]) * u], axis=1)
     return x + dense(joined, params["out"])
 
 
-def equations(params, rows, given):
+def equations(model, params, rows, given):
     context, fields = rows
     mlp = params["item_mlp"]
     flat = np.asarray(fields).reshape(C, -1)
@@ -102,7 +106,7 @@ def equations(params, rows, given):
         part[:P] += dense(np.asarray(context[sequence]), params["context"])
         for number in range(MODEL.num_layers):
             counts = P, given.candidates[sequence]
-            part = layer(part, params[f"layer_{number}"], counts)
+            part = layer(model, part, params[f"layer_{number}"], counts)
         target = given.offsets[sequence + 1] - 1
         user = norm(part[-1], params["norm_out"])
         hidden = dense(user * items[target], params["head_mlp"]["dense_0"])
@@ -124,11 +128,12 @@ def apply(model, params, *args):
     return model.apply({"params": params}, *args)
 
 
-def test_the_model_follows_its_equations():
-    args = inputs()
-    params = initialized(MODEL, *args)
-    logits = apply(MODEL, params, *args)
-    expected = equations(jax.tree.map(np.float64, params), *args[1:])
+@pytest.mark.parametrize("changes", [{}, {"window": 2, "oldest": 1}])
+def test_the_model_follows_its_equations(changes):
+    args, model = inputs(), MODEL.clone(**changes)
+    params = initialized(model, *args)
+    logits = apply(model, params, *args)
+    expected = equations(model, jax.tree.map(np.float64, params), *args[1:])
     real = np.array(LENGTHS) > 0
     assert logits.shape == (B, TASKS)
     np.testing.assert_allclose(logits[real], expected, rtol=2e-4, atol=2e-4)

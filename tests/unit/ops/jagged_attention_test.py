@@ -45,7 +45,7 @@ def test_blocks_that_none_sees_are_skipped_rightly():
     attention.assert_exact(found, case, operands, **HOW)
 
 
-def test_rows_beyond_the_last_example_have_no_part():
+def test_rows_beyond_the_last_sequence_have_no_part():
     case = CASES["causal"]
     *operands, gradient = attention.operands_of(case.num_rows, 2, 8, jnp.float32)
     operands = [x.at[-case.spare :].set(1e9) for x in (*operands, gradient)]
