@@ -195,6 +195,8 @@ def test_what_does_not_fit_is_cut_from_the_oldest_events_of_the_longest_and_coun
     full = dataset(layout._replace(limit=None), users=(150,), shuffled=False, split=1)
     lengths = np.diff(full.batch(Position(0, 0, 0), 8, shuffle=False).events.offsets)
     assert kept.sum() <= 384 and len(set(kept)) == 1
+    newest = [(rows[-2][1], rows[-1][1]) for rows in sequences(batch)]
+    assert all(item == candidate - 1 for item, candidate in newest)
     assert data.left_out == (lengths - kept).sum() and full.left_out == 0
     check_no_future(data)
 
