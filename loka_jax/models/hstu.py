@@ -14,7 +14,7 @@ C is the number of rows of all sequences of a batch, B that of sequences, K of f
 an event, P of fields of a sample, N of candidates, T of tasks.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,8 @@ class Hstu(RankingModel):
         age_unit: seconds in the first bucket.
         window: the newest rows that a row sees, beside those of the sample; None for
             all.
-        oldest: rows after those of the sample that are seen whatever the window.
+        oldest: rows after those of the sample that are seen whatever the window; none
+            if None.
         truncate_after: layers after which only the newest rows of a sequence go on;
             None for no truncation.
         truncate_to: rows that go on.
@@ -69,6 +70,8 @@ class Hstu(RankingModel):
         and truncation.
     """
 
+    takes_events: ClassVar[bool] = True
+
     dim: int = 512
     num_layers: int = 3
     num_heads: int = 4
@@ -80,7 +83,7 @@ class Hstu(RankingModel):
     age_buckets: int = 2048
     age_unit: float = 60.0
     window: int | None = None
-    oldest: int = 0
+    oldest: int | None = None
     truncate_after: int | None = None
     truncate_to: int = 256
     num_tasks: int = 1
@@ -151,10 +154,11 @@ class Hstu(RankingModel):
             v_dim=self.v_dim,
             max_length=self.max_length,
             window=self.window,
-            oldest=self.oldest,
+            oldest=self.oldest or 0,
             dropout_rate=self.layer_dropout_rate,
             recipe=self.recipe,
             use_bias=self.bias,
+            implementation=self.kernels,
             name=f"layer_{number}",
         )
 

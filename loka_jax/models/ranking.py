@@ -1,6 +1,6 @@
 """What all ranking models share: precision, norms, and the dtype of their inputs."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,10 @@ class RankingModel(ModelPart):
     """Base of the ranking models: from dense features and embeddings to a logit.
 
     Attributes:
+        takes_events: it is called with the events of an event log, too.
         dropout_rate: dropout rate of the last MLP.
     """
+
+    takes_events: ClassVar[bool] = False
 
     dropout_rate: float = 0.0

@@ -14,7 +14,7 @@ from loka_jax import jagged
 from loka_jax.nn.batched import BatchedSite
 from loka_jax.nn.context import current
 from loka_jax.nn.dense import Dense
-from loka_jax.nn.norms import normalize
+from loka_jax.nn.norms import check_choice, normalize
 from loka_jax.ops import jagged_attention as ops
 from loka_jax.ops.device import local_device
 from loka_jax.recipe import Recipe
@@ -39,7 +39,7 @@ def jagged_attention(
     Raises:
         ValueError: as of `ops.jagged_attention`.
     """
-    plan = ops.BY_XLA if implementation == "xla" else _plan(q, v)
+    plan = _plan(q, v, implementation)
     return ops.jagged_attention(q, k, v, offsets, plan=plan, **rule)
 
 
@@ -59,8 +59,13 @@ def newest_rows(
     return x[rows], kept, jnp.maximum(targets - left_out, 0)
 
 
-def _plan(q: Array, v: Array) -> ops.AttentionPlan:
+def _plan(
+    q: Array, v: Array, implementation: Literal["xla"] | None
+) -> ops.AttentionPlan:
     """Returns what runs attention on the device that sites are planned for."""
+    check_choice("implementation", implementation, ("xla", None))
+    if implementation == "xla":
+        return ops.BY_XLA
     return ops.plan_jagged_attention(q, v, current().device or local_device())
 
 
@@ -81,6 +86,7 @@ class HstuLayer(linen.Module):
         max_length: N, not less than the rows of the longest sequence.
         window: of rows seen; see `ops.jagged_attention`, also for `oldest`.
         dropout_rate: of what `out` reads, in training.
+        implementation: "xla" for an attention by XLA everywhere.
 
     References:
         Zhai et al., Actions Speak Louder than Words, arXiv 2402.17152, eqs. 1 to 3.
@@ -95,6 +101,7 @@ class HstuLayer(linen.Module):
     dropout_rate: float = 0.0
     recipe: str | Recipe = "fp8_tensorwise"
     use_bias: bool = True
+    implementation: Literal["xla"] | None = None
 
     @linen.compact
     def __call__(
@@ -121,7 +128,7 @@ class HstuLayer(linen.Module):
         u, values, q, k = jnp.split(uvqk, parts, axis=1)
         u = jax.nn.silu(u)
         q, k, values = (z.reshape(count, heads, -1) for z in (q, k, values))
-        plan = _plan(q, values)
+        plan = _plan(q, values, self.implementation)
         attended = ops.jagged_attention(
             *(q, k, values, offsets),
             num_contextual=num_contextual,

@@ -380,17 +380,18 @@ def _check_kind(model: Any):
             f"the model, a {kind}, has no field `recipe` with the name of a recipe: "
             "add `recipe: str = 'bf16'`, or extend RankingModel of loka_jax.models."
         )
-    if hasattr(model, "max_length"):  # of sequences, which `Hstu` takes
-        return
     signature = inspect.signature(type(model).__call__)
+    inputs = ["dense_features", "embeddings"]
+    inputs += ["events"] if getattr(model, "takes_events", False) else []
+    names = ", ".join(inputs)
     try:
         for options in ({}, {"train": True}):
-            signature.bind(model, "dense_features", "embeddings", **options)
+            signature.bind(model, *inputs, **options)
     except TypeError as error:
         raise ValueError(
-            f"the model, a {kind}, is called as (dense_features, embeddings), in "
-            f"training with train=True, which its __call__ does not take ({error}): "
-            "make it `def __call__(self, dense_features, embeddings, *, train=False)`."
+            f"the model, a {kind}, is called as ({names}), in training with "
+            f"train=True, which its __call__ does not take ({error}): make it "
+            f"`def __call__(self, {names}, *, train=False)`."
         ) from None
 
 

@@ -111,25 +111,30 @@ def _event_inputs(config: Config, schema: Schema, batch_size: int) -> tuple[Any,
 
 def _check_log(config: Config, schema: Schema) -> None:
     """Raises ValueError if the model is not for data with, or without, histories."""
-    length = getattr(config.model, "max_length", None)
-    if config.data.is_log != (length is not None):
-        kind = type(config.model).__name__
-        if length is None:
-            raise ValueError(
-                f"the {kind} takes no event log: use --config fp8_hstu, or leave out "
-                "--data.user."
-            )
+    model, kind = config.model, type(config.model).__name__
+    takes_events = getattr(model, "takes_events", False)
+    if config.data.is_log and not takes_events:
+        raise ValueError(
+            f"the {kind} takes no event log: use --config fp8_hstu, or leave out "
+            "--data.user."
+        )
+    if takes_events and not config.data.is_log:
         raise ValueError(
             f"the {kind} takes an event log: name --data.user and --data.time, or use "
             "another --config."
         )
-    if length is None:
+    if not config.data.is_log:
         return
     longest = layout_of(config.data, schema).longest
+    length = getattr(model, "max_length", longest)
     if longest > length:
         raise ValueError(
             f"--max-length {length} is less than the {longest} rows of a sequence: "
             "raise it, or lower --data.history."
+        )
+    if getattr(model, "oldest", None) is not None and model.window is None:
+        raise ValueError(
+            "--oldest are rows that are seen beside those of a window: add --window."
         )
     if config.embedding.dims:
         raise ValueError("--embedding.dims are not for event logs: leave them out.")

@@ -35,11 +35,11 @@ MODEL = Hstu(
 )
 
 
-def config(workdir, *, resume=False, data=LOG, **loop):
+def config(workdir, *, resume=False, data=LOG, model=MODEL, **loop):
     loop = {"batch_size": 32, "eval_every": 3, "log_every": 2, "save_every": 4} | loop
     return HstuConfig(
         name="events",
-        model=MODEL,
+        model=model,
         data=data,
         embedding=EmbeddingConfig(dim=16),
         optim=support.OPTIM,
@@ -74,6 +74,7 @@ def test_a_stream_that_is_stopped_in_the_middle_goes_on_bit_for_bit(tmp_path):
         ({"microbatches": 2}, "--loop.microbatches"),
         ({"epochs": 2}, "--loop.epochs 1"),
         ({"data": dataclasses.replace(LOG, history=9)}, "--max-length 8"),
+        ({"model": MODEL.clone(oldest=2)}, "add --window"),
         ({"data": DataConfig()}, "takes an event log"),
     ],
 )
