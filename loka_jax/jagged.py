@@ -119,18 +119,20 @@ def sequence_of(
 
 
 def newest(
-    offsets: Int32[Array, " B_plus_1"], num_rows: int, count: int
+    offsets: Int32[Array, " B_plus_1"], counts: Int32[Array, " B"], most: int
 ) -> tuple[Int32[Array, " n"], Int32[Array, " B_plus_1"]]:
-    """Returns the newest `count` rows of each sequence, and their own offsets.
+    """Returns the newest `counts` rows of each sequence, and their own offsets.
 
-    They are at most `num_rows`; those beyond the last sequence are any rows.
+    Args:
+        most: the number of rows that are returned; those beyond the last sequence are
+            any rows.
     """
     none = jnp.zeros(1, jnp.int32)
-    lengths = jnp.minimum(jnp.diff(offsets), count)
+    lengths = jnp.minimum(jnp.diff(offsets), counts)
     kept = jnp.concatenate([none, jnp.cumsum(lengths, dtype=jnp.int32)])
-    places = jnp.arange(min(num_rows, len(lengths) * count), dtype=jnp.int32)
+    places = jnp.arange(most, dtype=jnp.int32)
     left_out = (offsets - kept)[1:][sequence_of(kept, places)]
-    return jnp.minimum(places + left_out, num_rows - 1), kept
+    return jnp.minimum(places + left_out, jnp.maximum(offsets[-1] - 1, 0)), kept
 
 
 def visibility(

@@ -41,14 +41,16 @@ class Events(NamedTuple):
         ids: int32, rows in each field's table; -1 where there is no event, and 0 of
             what is known of an event once it has happened, at a candidate.
         answers: int32, 0 unknown, 1 for the label 0, 2 for the label 1.
-        positions: int32, rows before the last of the sequence; from its first where
-            `candidates` is None.
-        ages: float32, seconds before the candidate, 0 or more; since the event before
-            where `candidates` is None.
+        positions: int32, rows before the candidates of the sequence; from its first
+            where the model has learned from candidates among the events.
+        ages: float32, seconds before the candidates, 0 or more; since the event before
+            where positions count from the first row.
         offsets: int32.
         targets: int32, the row of each label; 0 of padding.
+        contextual: int32, rows at the start of each sequence that see its history;
+            None for none, as where candidates stand among the events.
         candidates: int32, rows at the end of each sequence that do not see each other;
-            None where candidates stand among the events, and no row sees a later one.
+            None where candidates stand among the events.
     """
 
     ids: Int[Array, "C K"]
@@ -57,6 +59,7 @@ class Events(NamedTuple):
     ages: Float[Array, "C"]
     offsets: Int[Array, " B_plus_1"]
     targets: Int[Array, "N"]
+    contextual: Int[Array, "B"] | None
     candidates: Int[Array, "B"] | None
 
 

@@ -30,10 +30,11 @@ from loka_jax.data.config import (
     without_files,
 )
 from loka_jax.data.convert import convert
-from loka_jax.data.events import EventDataset, layout_of, make_log
+from loka_jax.data.events import EventDataset, make_log
 from loka_jax.data.files import Sources, existing, find_sources, left_out, stamp_of
 from loka_jax.data.reader import ShardDataset
 from loka_jax.data.saved_encoding import digest_of, load_encoding
+from loka_jax.data.sequences import layout_of
 from loka_jax.data.shards import SPLITS, ShardFolder, is_shard_folder, open_shards
 
 _READING = 2  # raised where the same files give other rows or ids

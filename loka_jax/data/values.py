@@ -148,12 +148,16 @@ def _is_number(value: pa.Scalar) -> bool:
     return True
 
 
-def parse_labels(block: Block, columns: tuple[str, ...]) -> np.ndarray:
+def parse_labels(
+    block: Block, columns: tuple[str, ...], *, may_lack: bool = False
+) -> np.ndarray:
     """Returns the labels as float32: [rows] of one column, [rows, T] of several.
 
-    Where there are several, a row may lack some: these are NaN.
+    Args:
+        may_lack: a row may lack its label, which is NaN, as it may of several.
     """
-    parts, may_lack = [], len(columns) > 1
+    parts, has_several = [], len(columns) > 1
+    may_lack |= has_several
     for column in columns:
         numbers = parse_numbers(block, column, "label", "write labels as 0 and 1")
         values = np.where(numbers.missing, np.nan, numbers.values)
@@ -161,7 +165,7 @@ def parse_labels(block: Block, columns: tuple[str, ...]) -> np.ndarray:
         why = "where only 0 and 1 are allowed: correct it or --data.label."
         numbers.refuse(wrong, why)
         parts.append(values.astype(np.float32))
-    return np.stack(parts, axis=1) if may_lack else parts[0]
+    return np.stack(parts, axis=1) if has_several else parts[0]
 
 
 def is_positive(labels: np.ndarray) -> np.ndarray:

@@ -60,7 +60,7 @@ class Hstu(RankingModel):
             if None.
         truncate_after: layers after which only the newest rows of a sequence go on;
             None for no truncation.
-        truncate_to: rows that go on.
+        truncate_to: rows that go on, with one candidate.
         num_tasks: labels of a candidate.
         input_dropout_rate: dropout rate of the rows before the first layer.
         layer_dropout_rate: dropout rate in the layers.
@@ -117,27 +117,23 @@ class Hstu(RankingModel):
         x = self._with_context(items + self._features_of(events), context, events)
         x = linen.Dropout(self.input_dropout_rate, deterministic=not train)(x)
         offsets, targets = events.offsets, events.targets
-        # Among events that are to be predicted, no row may see a later one.
-        is_causal = events.candidates is None
-        contextual = None
-        if context.shape[1] and not is_causal:
-            contextual = jnp.full(len(offsets) - 1, context.shape[1], jnp.int32)
+        contextual, candidates = events.contextual, events.candidates
         for layer in range(self.num_layers):
             if layer == self.truncate_after:
-                if is_causal:
+                if candidates is None:
                     raise ValueError(
                         "--truncate-after leaves out events that are to be predicted: "
                         "set --data.targets last."
                     )
-                x, offsets, targets = nn.newest_rows(
-                    x, offsets, targets, self.truncate_to
-                )
+                counts = candidates + (self.truncate_to - 1)
+                most = len(counts) * (self.truncate_to - 1) + len(targets)
+                x, offsets, targets = nn.newest_rows(x, offsets, targets, counts, most)
                 contextual = None
             x = self._layer(layer)(
                 x,
                 offsets,
                 num_contextual=contextual,
-                num_candidates=events.candidates,
+                num_candidates=candidates,
                 train=train,
             )
         users = nn.normalize(x[targets], "layer", train=train, name="norm_out")

@@ -47,14 +47,16 @@ def newest_rows(
     x: Float[Array, "C D"],
     offsets: Int32[Array, " B_plus_1"],
     targets: Int32[Array, " N"],
-    count: int,
+    counts: Int32[Array, " B"],
+    most: int,
 ) -> tuple[Float[Array, "n D"], Int32[Array, " B_plus_1"], Int32[Array, " N"]]:
-    """Returns the newest `count` rows of each sequence, their offsets and targets.
+    """Returns the newest `counts` rows of each sequence, their offsets and targets.
 
     Args:
         targets: rows among the newest, whose places are returned.
+        most: a bound of the sum of `counts`.
     """
-    rows, kept = jagged.newest(offsets, len(x), count)
+    rows, kept = jagged.newest(offsets, counts, min(most, len(x)))
     left_out = (offsets - kept)[1:][jagged.sequence_of(offsets, targets)]
     return x[rows], kept, jnp.maximum(targets - left_out, 0)
 

@@ -46,14 +46,14 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
             of a batch.
 
     Raises:
-        ValueError: if it is a run on an event log, there are fewer devices, they cannot
-            share a batch, or the rows of the tables are too many for them.
+        ValueError: if there are fewer devices, they cannot share a batch, as of an
+            event log, or the rows of the tables are too many for them.
     """
     config = source.config
-    if config.data.is_log:
+    if config.data.is_log and shards > 1:
         raise ValueError(
-            f"{source.workdir} is a run on an event log: its model scores histories in "
-            "evaluations, and prediction and export read rows apart."
+            f"{source.workdir} is a run on an event log, whose batches are not "
+            "divided: leave out --mesh.shards."
         )
     wire = MeshConfig(replicas=1, shards=shards, wire_rows=config.mesh.wire_rows)
     mesh = mesh_of(wire, config.loop.batch_size, 1)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from loka_jax import nn
 from loka_jax.data import Events, Schema
-from loka_jax.data.events import layout_of
+from loka_jax.data.sequences import layout_of
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.ops.tables import Tables, TableSpec, with_dims
 from loka_jax.train import tasks
@@ -103,6 +103,7 @@ def _event_inputs(config: Config, schema: Schema, batch_size: int) -> tuple[Any,
         ages=floats(count),
         offsets=ints(batch_size + 1),
         targets=ints(layout.targets(batch_size, count)),
+        contextual=None if layout.is_all or not contexts else ints(batch_size),
         candidates=None if layout.is_all else ints(batch_size),
     )
     rows = floats(batch_size, contexts, dim), floats(count, fields, dim)

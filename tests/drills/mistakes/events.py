@@ -2,9 +2,10 @@
 
 from tests.drills.mistakes import Mistake
 
+CANDIDATES = "loka_jax/data/candidates.py"
 EVENTS = "loka_jax/data/events.py"
 JAGGED = "loka_jax/jagged.py"
-MODEL = "loka_jax/models/hstu.py"
+SEQUENCES = "loka_jax/data/sequences.py"
 
 MISTAKES = [
     Mistake(
@@ -30,38 +31,45 @@ MISTAKES = [
     ),
     Mistake(
         "a candidate has its actions",
-        EVENTS,
-        "        ids[is_candidate, ids.shape[1] - len(schema.actions) :] = 0\n",
+        SEQUENCES,
+        "    ids[rows.is_candidate, ids.shape[1] - len(schema.actions) :] = 0\n",
         "",
         "unit/data/events_test.py",
     ),
     Mistake(
         "a candidate has its answers",
-        EVENTS,
-        "        answers[is_candidate | ~is_event] = 0\n",
-        "        answers[~is_event] = 0\n",
+        SEQUENCES,
+        "    answers[rows.is_candidate | ~rows.is_event] = 0\n",
+        "    answers[~rows.is_event] = 0\n",
         "unit/data/events_test.py",
     ),
     Mistake(
         "the age of a row is the time until the event after it",
-        EVENTS,
-        "            previous = np.maximum(event - 1, starts[sequence])\n",
-        "            previous = np.minimum(event + 1, len(log.times) - 1)\n",
+        SEQUENCES,
+        "    before = np.where(rows.is_last, ends[of], rows.event) - 1\n",
+        "    before = np.where(rows.is_last, ends[of], rows.event + 2) - 1\n",
         "unit/data/events_test.py",
     ),
     Mistake(
         "positions count from the end of a window",
-        EVENTS,
-        "log.times[event] - log.times[previous], place\n",
-        "log.times[event] - log.times[previous], lengths[sequence] - 1 - place\n",
+        SEQUENCES,
+        "    return np.where(rows.is_last, first, rows.place), ages\n",
+        "    return first - rows.place, ages\n",
         "unit/data/events_test.py",
     ),
     Mistake(
         "the newest events of a history are left out",
         EVENTS,
-        "        return self._gather(anchors, stops - counts, lengths, capacity)\n",
-        "        return self._gather(anchors, starts, lengths, capacity)\n",
+        "            starts=stops - counts,\n",
+        "            starts=starts,\n",
         "unit/data/events_test.py",
+    ),
+    Mistake(
+        "candidates have those of their time in their history",
+        CANDIDATES,
+        "    ends = np.searchsorted(of_past, of_new[first])",
+        "    ends = np.searchsorted(of_past, of_new[first], 'right')",
+        "unit/data/candidates_test.py",
     ),
     Mistake(
         "events of one time are ordered by chance",
@@ -72,10 +80,10 @@ MISTAKES = [
     ),
     Mistake(
         "rows of the context see what is to be predicted",
-        MODEL,
-        "        if context.shape[1] and not is_causal:\n",
-        "        if context.shape[1]:\n",
-        "unit/models/hstu_test.py",
+        SEQUENCES,
+        "    has_contextual = layout.contexts and not layout.is_all\n",
+        "    has_contextual = layout.contexts\n",
+        "unit/data/events_test.py",
     ),
     Mistake(
         "candidates see each other",

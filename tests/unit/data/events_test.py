@@ -8,8 +8,9 @@ import pytest
 
 from loka_jax.data import DataConfig, Position, Schema, open_data
 from loka_jax.data.batch import ids_of_labels
-from loka_jax.data.events import EventDataset, Layout, make_log
+from loka_jax.data.events import EventDataset, make_log
 from loka_jax.data.reader import record_dtype_of
+from loka_jax.data.sequences import Layout
 from tests.support.data import write
 
 LAST = Layout(4, 1, False, False, None)
@@ -95,12 +96,12 @@ def test_a_planted_event_of_the_future_is_found(layout):
     leaking = data._log._replace(before=data._log.before + 1)  # the event itself
     if layout.is_all:  # its answers in place of the candidate's
 
-        def leak(*args):
-            batch = plain(*args)
+        def leak(*args, **options):
+            batch = plain(*args, **options)
             batch.events.answers[batch.events.targets] = 1
             return batch
 
-        plain, data._gather = data._gather, leak
+        plain, data.batch = data.batch, leak
     else:
         data._log = leaking
     with pytest.raises(AssertionError):
@@ -121,6 +122,7 @@ def test_rows_are_the_newest_events_then_the_candidate_without_answers():
     assert events.ages[:5].tolist() == [0, 3, 2, 1, 0]
     assert batch.labels.tolist() == [1, 0, 1, 0] and batch.weights.all()
     assert batch.ids.tolist() == [[1]] * 4 and events.candidates.tolist() == [1] * 4
+    assert events.contextual.tolist() == [1] * 4
     assert ids_of_labels(batch).tolist() == [[1, item, 0] for item in range(3, 7)]
 
 
@@ -137,6 +139,7 @@ def test_of_windows_each_event_of_the_split_is_a_target_once_with_a_past():
     found = []
     for part in (data, other):
         batch = whole(part)
+        assert batch.events.contextual is None  # they would see what comes later
         real = batch.weights > 0
         targets = batch.events.targets[real]
         items = batch.events.ids[targets, 0]

@@ -47,6 +47,7 @@ def events(candidates=1, lengths=LENGTHS):
         ages=draws.uniform(0, 99, C).astype(np.float32),
         offsets=offsets,
         targets=np.array(targets, np.int32),
+        contextual=np.full(B, P, np.int32),
         candidates=np.where(np.array(lengths) > 0, candidates, 0).astype(np.int32),
     )
 
@@ -159,7 +160,8 @@ def test_candidates_of_one_history_are_scored_as_if_each_were_alone():
 def test_truncation_of_layers_that_see_no_more_changes_nothing():
     """A window of 3 rows sees no row that a truncation to 3 leaves out."""
     args = inputs()
-    args = (args[0], (args[1][0][:, :0], args[1][1]), args[2])  # no context
+    given = args[2]._replace(contextual=None)
+    args = (args[0], (args[1][0][:, :0], args[1][1]), given)  # no context
     model = MODEL.clone(num_layers=1, window=3)
     params = initialized(model, *args)
     full = apply(model, params, *args)
@@ -181,7 +183,9 @@ def test_sequences_of_targets_are_not_truncated():
 
 
 def test_among_targets_a_later_row_changes_no_earlier_logit():
-    given = events()._replace(candidates=None, targets=np.arange(6, dtype=np.int32))
+    given = events()._replace(
+        contextual=None, candidates=None, targets=np.arange(6, dtype=np.int32)
+    )
     rows = support.normal(B, P, D), support.normal(C, K, D, seed=1)
     params = initialized(MODEL, jnp.zeros((B, 0)), rows, given)
 
