@@ -78,7 +78,7 @@ class ModelPart(linen.Module):
     @linen.nowrap
     def _is_joined(self, d: int) -> bool:
         """Returns whether `_join` is one operation for embeddings of d values."""
-        is_served = self.norm == "block" and d <= nn.BlockNorm.block
+        is_served = self.norm in ("block", "layer", "rms") and d <= nn.BlockNorm.block
         if self.implementation is None:
             return is_served and nn.runs_tails()
         return is_served and self.implementation == "group"
@@ -89,7 +89,8 @@ class ModelPart(linen.Module):
     ) -> Float[Array, "B n d"]:
         """Returns the norm of the parts' embeddings plus x."""
         if isinstance(x, nn.Residual) or self._is_joined(x.shape[2]):
-            return nn.joined_norm(tuple(parts), x)
+            norm: Any = self.norm
+            return nn.JoinedNorm(norm, self.bias, name="norm")(tuple(parts), x)
         out = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
         return self._normalize(out + x, "norm", train=train)
 

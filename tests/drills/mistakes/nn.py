@@ -211,8 +211,8 @@ MISTAKES = [
     Mistake(
         "the FMB of Wukong never drops",
         f"{MODELS}/wukong.py",
-        "            input_norm=input_norm,\n            dropout_rate=self.dropout_rate,\n",
-        "            input_norm=input_norm,\n",
+        "            dropout_rate=self.dropout_rate,\n        )\n        fmb",
+        "        )\n        fmb",
         "unit/models/models_test.py",
     ),
     Mistake(

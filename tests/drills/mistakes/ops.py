@@ -280,8 +280,8 @@ MISTAKES = [
     Mistake(
         "the joined norm's gradient is not projected",
         "loka_jax/ops/joined_norm.py",
-        "g = g - v * jnp.mean(g * v, axis=2, keepdims=True)",
-        "g = g - jnp.mean(g * v, axis=2, keepdims=True)",
+        "dx = ((g - v * along) * rstd",
+        "dx = ((g - along) * rstd",
         "unit/ops/joined_norm_test.py",
     ),
     Mistake(
