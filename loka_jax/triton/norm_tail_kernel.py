@@ -81,7 +81,7 @@ def norm_moments_kernel(given, out, of):
     row = _last_rows_first(of)
     total = tl.zeros((of.block_m, of.block_n), tl.float32)
     squares = tl.zeros((of.block_m, of.block_n), tl.float32)
-    for column in tl.range(0, of.n, of.block_n, num_stages=3):
+    for column in range(0, of.n, of.block_n):
         v = _argument(_product(given, row, column, of), given, row, column, of)
         total += v
         squares += v * v
@@ -162,7 +162,7 @@ def norm_projections_kernel(given, out, of):
     row = _last_rows_first(of)
     centre = tl.zeros((of.block_m, of.block_n), tl.float32)
     along = tl.zeros((of.block_m, of.block_n), tl.float32)
-    for column in tl.range(0, of.n, of.block_n, num_stages=3):
+    for column in range(0, of.n, of.block_n):
         v = _kept(given, row, column, of)
         g = _gradient(v, given, row, column, of)
         if given.vectors.gamma is not None:
