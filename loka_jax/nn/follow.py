@@ -8,7 +8,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -96,7 +96,7 @@ def _following(value: Value, rows: int) -> Iterator[Following]:
         if end is value or end.shape != value.shape:
             continue
         steps = region.before[end]
-        if not _is_closed(steps, end):
+        if not is_closed(steps, end):
             continue
         is_alone = not value.stays and set(value.readers) <= steps
         if found := _known(region, end):
@@ -105,7 +105,7 @@ def _following(value: Value, rows: int) -> Iterator[Following]:
     yield from _dropouts(value)
 
 
-def _is_closed(steps: frozenset[Step], end: Value) -> bool:
+def is_closed(steps: Set[Step], end: Value) -> bool:
     """Returns True if nothing else reads a result of the steps but the last."""
     inner = (y for step in steps for y in step.outputs if y is not end)
     return all(not y.stays and set(y.readers) <= steps for y in inner)
@@ -146,7 +146,7 @@ def _dropouts(value: Value) -> Iterator[Following]:
             key, share = drawn.inputs
             steps = frozenset([scale, choose])
             is_same = share.constant is not None and share.constant == keep
-            if not is_same or not _is_closed(steps, choose.outputs[0]):
+            if not is_same or not is_closed(steps, choose.outputs[0]):
                 continue
             yield Following(
                 *("dropout", steps, choose.outputs[0]),

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax.core import Tracer
 
 from loka_jax import compat
 
@@ -131,26 +132,33 @@ def has_products(jaxpr: Any) -> bool:
     )
 
 
-def read_program(jaxpr: Any, origins: Sequence[Origin | None]) -> Program:
+def read_program(
+    jaxpr: Any, origins: Sequence[Origin | None], consts: Sequence[Any] = ()
+) -> Program:
     """Returns the program of a jaxpr.
 
     Args:
         origins: of its constants and arguments.
+        consts: its constants.
     """
-    program = _read_program(jaxpr, origins, "")
+    program = _read_program(jaxpr, origins, "", consts)
     _mark_extra(program, [True for _ in program.outputs])
     return program
 
 
-def _read_program(jaxpr: Any, origins: Sequence[Origin | None], scope: str) -> Program:
+def _read_program(
+    jaxpr: Any, origins: Sequence[Origin | None], scope: str, consts: Sequence[Any]
+) -> Program:
     variables = [*jaxpr.constvars, *jaxpr.invars]
     inputs = [Value(v.aval, o) for v, o in zip(variables, origins, strict=True)]
+    for value, x in zip(inputs, consts, strict=False):
+        value.constant = None if isinstance(x, Tracer) else x
     steps: list[Step] = []
     env = dict(zip(variables, inputs, strict=True))
     outputs = _read(jaxpr, env, steps, scope)
     for value in outputs:
         value.is_output = True
-    return Program(inputs, _alive(steps), outputs)
+    return Program(inputs, _alive(steps), outputs, consts)
 
 
 def _alive(steps: list[Step]) -> list[Step]:
@@ -314,13 +322,12 @@ def _inner_programs(eqn: Any, origins: list, scope: str) -> tuple[Program, ...]:
         case _:
             given = [origins]
     closed = compat.closed_jaxprs(eqn.params)
-    programs = [
-        _read_program(x.jaxpr, [*(None for _ in x.jaxpr.constvars), *own], scope)
+    return tuple(
+        _read_program(
+            *(x.jaxpr, [*(None for _ in x.jaxpr.constvars), *own], scope, x.consts)
+        )
         for x, own in zip(closed, given, strict=True)
-    ]
-    for program, x in zip(programs, closed, strict=True):
-        program.consts = x.consts
-    return tuple(programs)
+    )
 
 
 def _cut(origin: Origin | None, length: int) -> Origin | None:

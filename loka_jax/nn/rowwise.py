@@ -27,7 +27,7 @@ def _special(name: str) -> Callable[[ndarray], ndarray]:
 
 _erf, _erfc, _expit = map(_special, ("erf", "erfc", "expit"))
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
-_ELEMENTWISE: dict[str, Callable[..., ndarray]] = {
+ELEMENTWISE: dict[str, Callable[..., ndarray]] = {
     "abs": np.abs,
     "add": np.add,
     "add_any": np.add,
@@ -81,8 +81,8 @@ def evaluate(eqn: Any, values: Sequence[ndarray], rows: int) -> ndarray:
     name, params = eqn.primitive.name, eqn.params
     if len(eqn.outvars) != 1:
         raise NotRowwise
-    if name in _ELEMENTWISE:
-        return _ELEMENTWISE[name](*values)
+    if name in ELEMENTWISE:
+        return ELEMENTWISE[name](*values)
     out = eqn.outvars[0].aval
     match name:
         case "convert_element_type":

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from loka_jax import checked
 from loka_jax.mapped import by_kernel, equally_varying
-from loka_jax.triton import Implementation, chosen
+from loka_jax.triton import Implementation, chosen, why_not_here
 from loka_jax.triton import dot_features as _triton
 from loka_jax.triton.dot_features import Pairs
 
@@ -60,6 +62,13 @@ def dot_features(
     why_not = _triton.why_not(batch, n, dim, embeddings.dtype)
     provider = chosen(implementation, why_not, "dot_features")
     return _dot_features(bottom, embeddings, multiple, provider, pairs)
+
+
+def why_not_by_kernel(vectors: tuple[int, ...], dtype: DTypeLike) -> str | None:
+    """Returns why no kernel multiplies vectors [B, n, D] here, or None."""
+    batch, n, dim = vectors
+    reason = _triton.why_not(batch, n, dim, dtype) or why_not_here()
+    return reason or checked.why_wrong("dot_features")
 
 
 def padded(count: int, multiple: int | None = None) -> int:
@@ -112,10 +121,11 @@ def _dot_features_fwd(bottom, embeddings, multiple, implementation, pairs):
 
 def _dot_features_bwd(multiple, implementation, pairs, operands, g):
     del multiple
+    bottom, embeddings = operands
     if implementation == "triton":
         run = functools.partial(_triton.dot_features_backward, pairs=pairs)
-        return by_kernel(run, *operands, g)
-    return _backward_by_xla(*operands, g, pairs)
+        return by_kernel(run, bottom, embeddings, g)
+    return _backward_by_xla(bottom, embeddings, g, pairs)
 
 
 _dot_features.defvjp(_dot_features_fwd, _dot_features_bwd)
@@ -125,7 +135,7 @@ def _by_xla(bottom, embeddings, multiple, pairs: Pairs):
     z = _vectors(bottom, embeddings)
     batch, n, _ = z.shape
     gram = jnp.einsum("bnd,bmd->bnm", z, z, preferred_element_type=z.dtype)
-    rows, cols = _indices(n, pairs)
+    rows, cols = indices(n, pairs)
     products = gram.reshape(batch, n * n)[:, rows * n + cols]
     features = join_features(bottom, products, multiple)
     # Without it XLA may choose a column-major layout, to suit the gather of columns:
@@ -170,12 +180,12 @@ def _vectors(bottom, embeddings) -> Float[Array, "B n D"]:
 def _pair_index(n: int, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
     """Returns each element's pair in a flat (n, n) matrix, and a mask of the pairs."""
     index = np.zeros((n, n), np.int32)
-    rows, cols = _indices(n, pairs)
+    rows, cols = indices(n, pairs)
     index[rows, cols] = index[cols, rows] = np.arange(len(rows))
     return index.ravel(), ("=" in pairs) | ~np.eye(n, dtype=bool).ravel()
 
 
-def _indices(n: int, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
+def indices(n: int, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
     """Returns i and j of each pair, row by row."""
     if "<" in pairs:
         return np.triu_indices(n, int("=" not in pairs))
