@@ -25,6 +25,7 @@ _ORDERS: tuple[tuple[Order, tuple[Kind, ...]], ...] = (
     ("act_sum_norm", ("activation", "dropout", "residual", "norm")),
     ("norm_act_mul", ("norm", "activation", "dropout", "factor")),
     ("norm_act_mul", ("norm", "activation", "factor", "dropout")),  # the same
+    ("norm_act_mul", ("gate", "dropout")),
 )
 _IN_SITES: tuple[Kind, ...] = ("bias", "norm", "activation")
 # What follows a product, by its first step, and is no part of a site.
@@ -33,7 +34,7 @@ _READERS = {
     "reduce_sum": "a sum (a norm over other axes than the last, or one of its own)",
     "concatenate": "a concatenation",
     "mul": "a factor from data (a gate, a cross layer)",
-    "split": "a split",
+    "split": "a split, and no gate of its halves",
 }
 
 

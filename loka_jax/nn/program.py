@@ -3,7 +3,7 @@
 A value that depends on variables alone, through casts, transposes, reshapes or slices,
 is a weight; its `origin` is the path of the variable. All others are data.
 
-Calls of `jit` that contain products are inlined. Steps of `scan`, `cond`, `while` and
+Calls of `jit` that contain products, or cut a value as GLU does, are inlined. Steps of `scan`, `cond`, `while` and
 `remat` that do hold programs of their own.
 """
 
@@ -202,7 +202,7 @@ def _read(jaxpr: Any, env: dict, steps: list[Step], scope: str) -> list[Value]:
         inputs = [value(atom) for atom in eqn.invars]
         name = eqn.primitive.name
         inner = [*jex.jaxprs_in_params(eqn.params)]
-        if name in _CALLS and len(inner) == 1 and has_products(inner[0]):
+        if name in _CALLS and len(inner) == 1 and _is_inlined(inner[0]):
             (call,), consts = inner, _consts(eqn)
             local = dict(zip(call.constvars, consts, strict=True))
             local |= dict(zip(call.invars, inputs, strict=True))
@@ -217,6 +217,11 @@ def _read(jaxpr: Any, env: dict, steps: list[Step], scope: str) -> list[Value]:
             outputs = _new_step(eqn, inputs, steps, own)
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [value(atom) for atom in jaxpr.outvars]
+
+
+def _is_inlined(jaxpr: Any) -> bool:
+    cuts = any(eqn.primitive.name == "split" for eqn in jaxpr.eqns)
+    return cuts or has_products(jaxpr)
 
 
 def _new_step(eqn: Any, inputs: list[Value], steps: list[Step], scope: str):

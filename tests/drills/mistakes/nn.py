@@ -20,6 +20,13 @@ MISTAKES = [
         "unit/nn/by_default_test.py",
     ),
     Mistake(
+        "the other half of the columns is activated",
+        f"{NN}/follow.py",
+        "half=half, is_alone=alone",
+        "half=1 - half, is_alone=alone",
+        "unit/nn/flow_test.py",
+    ),
+    Mistake(
         "a function of pairs of vectors is taken for the pairs",
         f"{NN}/found_pairs.py",
         "return np.where(number % 2, number, -number) << 20",

@@ -271,6 +271,13 @@ MISTAKES = [
         "unit/ops/interaction_test.py",
     ),
     Mistake(
+        "both halves of a product that gates are the first",
+        "loka_jax/ops/halves.py",
+        "own = slice(half * n, half * n + n)",
+        "own = slice(0, n)",
+        "whole/nn/found_groups_test.py",
+    ),
+    Mistake(
         "the product of a vector with itself has half its gradient",
         "loka_jax/ops/interaction.py",
         "np.eye(n, dtype=bool), 2 * symmetric, symmetric)",
