@@ -3,8 +3,8 @@
 A value that depends on variables alone, through casts, transposes, reshapes or slices,
 is a weight; its `origin` is the path of the variable. All others are data.
 
-Calls of `jit` that contain products, or cut a value as GLU does, are inlined. Steps of `scan`, `cond`, `while` and
-`remat` that do hold programs of their own.
+Calls of `jit` that contain products, or cut a value as GLU does, are inlined. Steps of
+`scan`, `cond`, `while` and `remat` with products hold programs of their own.
 """
 
 import dataclasses
