@@ -77,24 +77,31 @@ def joined_norms() -> list[Case]:
 
 
 def dot_features_cases() -> list[Case]:
-    """Returns the case of the products of pairs, either way."""
+    """Returns the cases of the products of pairs, either way."""
+    return [_dot_features_case("i > j"), _dot_features_case("i <= j")]
+
+
+def _dot_features_case(pairs: dot_features.Pairs) -> Case:
     batch, fields, dim = 17, 26, 16
-    width = interaction.padded(dim + (fields + 1) * fields // 2)
+    width = interaction.padded(dim + dot_features.count(fields + 1, pairs))
 
     def draw():
         bottom = normal(batch, dim, dtype=BF16)
         return bottom, uneven(batch, fields, dim), normal(batch, width, dtype=BF16)
 
     def ours(bottom, embeddings, g):
-        out = dot_features.dot_features(bottom, embeddings, width=width)
-        return out, dot_features.dot_features_backward(bottom, embeddings, g)
+        options: Any = dict(width=width, pairs=pairs)
+        out = dot_features.dot_features(bottom, embeddings, **options)
+        back = dot_features.dot_features_backward(bottom, embeddings, g, pairs=pairs)
+        return out, back
 
     def theirs(bottom, embeddings, g):
-        run = functools.partial(interaction.dot_features, implementation="xla")
+        options: Any = dict(implementation="xla", pairs=pairs)
+        run = functools.partial(interaction.dot_features, **options)
         out, pull = jax.vjp(run, bottom, embeddings)
         return out, pull(g)
 
-    return [Case("pairs of vectors", draw, ours, theirs)]
+    return Case(f"pairs of vectors, {pairs}", draw, ours, theirs)
 
 
 def row_updates() -> list[Case]:
