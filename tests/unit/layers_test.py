@@ -26,7 +26,7 @@ survey predict
 export
 """
 TRAIN = """
-processes tables metrics
+processes tables metrics baselines
 checkpoints state tasks scores
 gradients
 placement
