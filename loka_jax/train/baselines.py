@@ -2,16 +2,17 @@
 
     logit = b + u . x + sum_f w_f[id_f] + sum_g mean_j(w_g[id_gj])
 
-x are the standardized dense features, f the categorical and g the multi-valued columns:
+x are the dense features, f the categorical and g the multi-valued columns:
 one-hot ids, those of the model. The regression minimizes
 
-    sum_i w_i log loss_i + l / 2 ||(u, w)||^2
+    sum_i w_i log loss_i + l / 2 (||s u||^2 + ||w||^2)
 
-by L-BFGS in float64, with the L2 l of the lowest log loss on the validation rows. It
-takes seconds on a CPU, whatever the training rows: a sample of them is used.
+with the standard deviations s of x, by L-BFGS in float64, with the L2 l of the lowest
+log loss on the validation rows. It takes seconds on a CPU, whatever the training rows:
+a sample of them is used.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -20,6 +21,7 @@ from scipy.optimize import minimize
 from scipy.special import expit, logit
 
 from loka_jax.data import Batch, Dataset, Position
+from loka_jax.ops.tables import TableSpec
 
 _ROWS = 1 << 18  # training rows that are used, at most
 _VALUES = 1 << 22  # values in them, at most
@@ -34,7 +36,7 @@ class _Rows(NamedTuple):
 
     Attributes:
         labels: 0 or 1; NaN where one of several is missing.
-        ids: of all fields in one numbering, -1 where a list has no value.
+        ids: rows of the stacked tables, 0 where a list has no value.
         shares: what each value counts: 1, or that of a list's mean.
     """
 
@@ -45,45 +47,65 @@ class _Rows(NamedTuple):
     shares: Float[np.ndarray, "N S"]
 
 
-class _Regression(NamedTuple):
+class Regression(NamedTuple):
+    """The logistic regression of a task, and the mean label of its training rows.
+
+    Attributes:
+        dense: weights of the model's dense inputs.
+        ids: weights of the rows of the stacked tables.
+    """
+
+    mean: float
     bias: float
     dense: Float[np.ndarray, "n"]
-    ids: Float[np.ndarray, "rows"]
+    ids: Float[np.ndarray, "R"]
 
-    def logits(self, rows: _Rows) -> Float[np.ndarray, "N"]:
+    def logits(self, rows: "_Rows") -> Float[np.ndarray, "N"]:
+        """Returns the logits of rows."""
         by_value = (self.ids[rows.ids] * rows.shares).sum(axis=1)
         return self.bias + rows.dense @ self.dense + by_value
 
 
-def baseline_ne(train: Dataset, valid: Dataset, held_out: Dataset) -> dict[str, Any]:
+def fit_regressions(train: Dataset, valid: Dataset) -> tuple[Regression, ...]:
+    """Returns the regression of each task.
+
+    Args:
+        train: the training rows.
+        valid: the rows that choose the L2.
+    """
+    known, judges = _sample(train, _ROWS), _sample(valid, _JUDGED)
+    tasks = range(known.labels.shape[1])
+    return tuple(
+        _fitted(known, judges, task, _spec(train).total_rows) for task in tasks
+    )
+
+
+def baseline_ne(
+    regressions: tuple[Regression, ...], held_out: Dataset
+) -> dict[str, float | None]:
     """Returns the NE of `mean` and `logistic_regression` on all of `held_out`.
 
     The mean is that of the training rows. NEs of several tasks are means over them;
     None where a task has only one kind of label.
-
-    Args:
-        train: the training rows.
-        valid: the rows that choose the L2 of the regression.
-        held_out: the rows that judge.
     """
-    known, judges = _sample(train, _ROWS), _sample(valid, _JUDGED)
-    center, scale = _moments(known)
-    num_rows = sum(train.schema.vocab_sizes)
-    known, judges = (_standardized(rows, center, scale) for rows in (known, judges))
-    models = [
-        _fitted(known, judges, task, num_rows) for task in range(known.labels.shape[1])
-    ]
-    losses = [_Losses() for _ in models]
+    losses = [_Losses() for _ in regressions]
     for step in range(held_out.num_batches(_BLOCK)):
         batch = held_out.batch(Position(0, step, 0), _BLOCK, shuffle=False)
-        rows = _standardized(_rows_of(batch, held_out), center, scale)
-        for task, (loss, (mean, model)) in enumerate(zip(losses, models, strict=True)):
-            constant = np.full(len(rows.weights), logit(mean))
-            loss.add(rows, task, {"mean": constant, "regression": model.logits(rows)})
+        rows = _rows_of(batch, held_out)
+        for task, (loss, model) in enumerate(zip(losses, regressions, strict=True)):
+            mean = np.full(len(rows.weights), logit(model.mean))
+            loss.add(rows, task, {"mean": mean, "regression": model.logits(rows)})
     return {
         "mean": _mean_ne(losses, "mean"),
         "logistic_regression": _mean_ne(losses, "regression"),
     }
+
+
+def _spec(dataset: Dataset) -> TableSpec:
+    """Returns how the rows of all tables are numbered."""
+    schema = dataset.schema
+    owners = schema.tables if schema.owners else ()
+    return TableSpec(schema.vocab_sizes, 1, owners=owners)
 
 
 class _Losses:
@@ -137,8 +159,7 @@ def _sample(dataset: Dataset, most: int) -> _Rows:
 
 
 def _rows_of(batch: Batch, dataset: Dataset) -> _Rows:
-    schema = dataset.schema
-    first = np.cumsum([0, *schema.vocab_sizes])
+    schema, first = dataset.schema, np.array(_spec(dataset).offsets)
     ids = [np.asarray(batch.ids, np.int64) + first[: len(schema.categorical)]]
     shares = [np.ones(ids[0].shape)]
     for field, bag in enumerate(batch.bags, start=len(schema.categorical)):
@@ -147,7 +168,7 @@ def _rows_of(batch: Batch, dataset: Dataset) -> _Rows:
         share = np.where(values >= 0, given, 0.0)
         total = share.sum(axis=1, keepdims=True)
         shares.append(share / np.where(total > 0, total, 1.0))
-        ids.append(np.where(values >= 0, values + first[field], -1))
+        ids.append(np.where(values >= 0, values + first[field], 0))
     labels = np.asarray(batch.labels, np.float64)
     return _Rows(
         labels.reshape(len(labels), -1),
@@ -158,40 +179,31 @@ def _rows_of(batch: Batch, dataset: Dataset) -> _Rows:
     )
 
 
-def _moments(rows: _Rows) -> tuple[np.ndarray, np.ndarray]:
-    """Returns means and standard deviations of dense columns, 1 for constant ones."""
-    real = rows.dense[rows.weights > 0]
-    scale = real.std(axis=0)
-    return real.mean(axis=0), np.where(scale > 1e-6, scale, 1.0)
-
-
-def _standardized(rows: _Rows, center: np.ndarray, scale: np.ndarray) -> _Rows:
-    # Far outliers of other rows would rule a linear model.
-    return rows._replace(dense=np.clip((rows.dense - center) / scale, -5, 5))
-
-
 class _Fit:
     """The fit of a task's regression to rows, for one L2 after another."""
 
     def __init__(self, rows: _Rows, task: int, num_rows: int):
         """Starts at the mean label; all tables have `num_rows` together."""
         self._labels, self._weights = _labelled(rows, task)
+        real = rows.dense[rows.weights > 0]
+        self._center, scale = real.mean(axis=0), real.std(axis=0)
+        self._scale = np.where(scale > 1e-6, scale, 1.0)  # 1 for constant columns
         total = float(self._weights.sum())
         mean = float((self._weights * self._labels).sum()) / max(total, 1e-12)
         self.mean = float(np.clip(mean, 1e-6, 1 - 1e-6))
         self._num_rows, self._num_dense = num_rows, rows.dense.shape[1]
-        present = (rows.ids >= 0) & (rows.shares > 0)
+        present = rows.shares > 0
         self._used, column = np.unique(rows.ids[present], return_inverse=True)
         place = np.nonzero(present)[0], column
         shape = len(self._labels), len(self._used)
         one_hot = sparse.csr_matrix((rows.shares[present], place), shape)
-        dense = sparse.csr_matrix(rows.dense)
+        dense = sparse.csr_matrix((rows.dense - self._center) / self._scale)
         self._features = sparse.hstack([dense, one_hot], format="csr")
         self._transposed = self._features.T.tocsr()
         num_weights = self._num_dense + len(self._used)
         self._solution = np.append(logit(self.mean), np.zeros(num_weights))
 
-    def at(self, l2: float) -> _Regression:
+    def at(self, l2: float) -> Regression:
         """Returns the regression of an L2, from where the last one ended."""
         # The Hessian's diagonal at the mean; scaled by it, a few iterations are enough.
         squares = self._transposed.power(2) @ self._weights
@@ -207,9 +219,12 @@ class _Fit:
         )
         self._solution = found.x * scale
         bias, dense, ids = np.split(self._solution, [1, 1 + self._num_dense])
-        table = np.zeros(self._num_rows + 1)  # the last, -1, is of no value
+        table = np.zeros(self._num_rows)
         table[self._used] = ids
-        return _Regression(float(bias[0]), dense, table)
+        dense = dense / self._scale
+        return Regression(
+            self.mean, float(bias[0] - self._center @ dense), dense, table
+        )
 
     def _loss(
         self, scaled: np.ndarray, scale: np.ndarray, l2: float
@@ -222,10 +237,8 @@ class _Fit:
         return float(loss + l2 / 2 * np.square(solution[1:]).sum()), slope * scale
 
 
-def _fitted(
-    rows: _Rows, judges: _Rows, task: int, num_rows: int
-) -> tuple[float, _Regression]:
-    """Returns the mean label and the regression of a task."""
+def _fitted(rows: _Rows, judges: _Rows, task: int, num_rows: int) -> Regression:
+    """Returns the regression of a task, of the L2 that is best on the judges."""
     fit = _Fit(rows, task, num_rows)
     labels, weights = _labelled(judges, task)
     best, lowest = None, np.inf
@@ -236,4 +249,4 @@ def _fitted(
             break
         best, lowest = model, judged
     assert best is not None
-    return fit.mean, best
+    return best

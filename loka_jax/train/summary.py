@@ -9,7 +9,7 @@ from rich.console import Console
 from loka_jax.dispatch.plan import plan_rows
 from loka_jax.optim import OptimConfig
 from loka_jax.report.run_page import gap_closed
-from loka_jax.train.baselines import baseline_ne
+from loka_jax.train.baselines import baseline_ne, fit_regressions
 from loka_jax.train.evaluation import evaluate_finally
 from loka_jax.train.folder.record import RunRecord, versions
 from loka_jax.train.logs.printing import plain, quality_lines
@@ -40,7 +40,8 @@ def summarize(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any
             columns = held_out.schema.categorical
             record.write_scores(samples, split, columns, splits.folder)
         if record.writes and splits.folder is not None:
-            baselines = baseline_ne(splits.train, splits.valid, held_out)
+            regressions = fit_regressions(splits.train, splits.valid)
+            baselines = baseline_ne(regressions, held_out)
     sites = run.running_sites
     return {
         "config": run.config.identity(),
@@ -123,7 +124,7 @@ def beside(ne: float, baselines: dict[str, Any] | None) -> list[str]:
     numbers = " and ".join(f"{name} {x:.5f}" for name, x in known.items())
     name, lowest = min(known.items(), key=lambda item: item[1])
     lines = [f"Beside it: NE of {numbers}."]
-    if not ne <= lowest:
+    if not ne <= lowest + _AS_GOOD:
         lines.append(
             f"Warning: the model loses to {name} by NE {ne - lowest:.5f}, so that its "
             "settings do not fit these data: raise --optim.rows-l2, or lower the rates."
@@ -131,4 +132,5 @@ def beside(ne: float, baselines: dict[str, Any] | None) -> list[str]:
     return lines
 
 
+_AS_GOOD = 1e-4  # of NE, to which a start at the regression may be rounded
 _REGRESSION = "a logistic regression on the same columns"

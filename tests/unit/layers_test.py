@@ -36,7 +36,7 @@ config
 model planning
 planner build
 watch
-evaluation
+evaluation first_order
 logs
 folder
 loop

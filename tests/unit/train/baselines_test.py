@@ -8,7 +8,6 @@ from sklearn.linear_model import LogisticRegression
 from loka_jax.data import Schema
 from loka_jax.data.reader import ShardDataset, record_dtype_of
 from loka_jax.train import baselines, summary
-from loka_jax.train.baselines import baseline_ne
 
 SCHEMA = Schema(
     label="click",
@@ -39,6 +38,10 @@ def records(n, seed=0, schema=SCHEMA):
 
 def dataset(rows, schema=SCHEMA):
     return ShardDataset(schema, rows, "rows")
+
+
+def baseline_ne(train, valid, test):
+    return baselines.baseline_ne(baselines.fit_regressions(train, valid), test)
 
 
 def ne(rows, p):
