@@ -127,7 +127,7 @@ def beside(ne: float, baselines: dict[str, Any] | None) -> list[str]:
     if not ne <= lowest + _AS_GOOD:
         lines.append(
             f"Warning: the model loses to {name} by NE {ne - lowest:.5f}, so that its "
-            "settings do not fit these data: raise --optim.rows-l2, or lower the rates."
+            "settings do not fit these data: --config table chooses them by the data."
         )
     return lines
 

@@ -33,7 +33,7 @@ placement
 step
 mesh
 config
-model planning
+model planning settings
 planner build
 watch
 evaluation first_order
