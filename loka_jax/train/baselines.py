@@ -105,7 +105,7 @@ def _spec(dataset: Dataset) -> TableSpec:
     """Returns how the rows of all tables are numbered."""
     schema = dataset.schema
     owners = schema.tables if schema.owners else ()
-    return TableSpec(schema.vocab_sizes, 1, owners=owners)
+    return TableSpec(schema.table_rows, 1, owners=owners)
 
 
 class _Losses:
@@ -160,9 +160,10 @@ def _sample(dataset: Dataset, most: int) -> _Rows:
 
 def _rows_of(batch: Batch, dataset: Dataset) -> _Rows:
     schema, first = dataset.schema, np.array(_spec(dataset).offsets)
-    ids = [np.asarray(batch.ids, np.int64) + first[: len(schema.categorical)]]
+    single = len(first) - len(schema.multi)
+    ids = [np.asarray(batch.ids, np.int64) + first[:single]]
     shares = [np.ones(ids[0].shape)]
-    for field, bag in enumerate(batch.bags, start=len(schema.categorical)):
+    for field, bag in enumerate(batch.bags, start=single):
         values = np.asarray(bag.ids, np.int64)
         given = 1.0 if bag.weights is None else np.asarray(bag.weights, np.float64)
         share = np.where(values >= 0, given, 0.0)
