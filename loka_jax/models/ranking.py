@@ -1,5 +1,6 @@
 """What all ranking models share: precision, norms, and the dtype of their inputs."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -10,6 +11,8 @@ from jaxtyping import Array, Float
 
 from loka_jax import nn
 from loka_jax.nn.context import as_recipe
+
+FIRST_ORDER = "first_order"  # the dense features' weights, among the parameters
 
 
 class ModelPart(linen.Module):
@@ -104,6 +107,39 @@ class RankingModel(ModelPart):
 
     Attributes:
         dropout_rate: dropout rate of the last MLP.
+        first_order: adds a logistic regression to the logit, `u . x + sum_f e_f[0]`:
+            the first number of a value's embedding is its weight, of task t the t-th.
+            Heads are 0 at the start, so that the regression is the whole model then.
+            Training begins at the one fitted to the rows, where these are files.
     """
 
     dropout_rate: float = 0.0
+    first_order: bool = False
+
+    @property
+    def head_init(self) -> Callable:
+        """The initial values of heads' kernels."""
+        zeros = linen.initializers.zeros_init()
+        return zeros if self.first_order else nn.dense.default_kernel_init
+
+    @linen.nowrap
+    def _with_first_order(
+        self,
+        logits: Float[Array, "B"] | Float[Array, "B T"],
+        dense_features: Float[Array, "B n"],
+        embeddings: Float[Array, "B F D"],
+    ) -> Float[Array, "B"] | Float[Array, "B T"]:
+        """Returns the logits, with those of a regression if there is one."""
+        if not self.first_order:
+            return logits
+        tasks = 1 if logits.ndim == 1 else logits.shape[1]
+        linear = embeddings[..., :tasks].astype(jnp.float32).sum(axis=1)
+        if dense_features.shape[1]:
+            linear += nn.Dense(
+                tasks,
+                recipe="f32",
+                use_bias=False,
+                kernel_init=linen.initializers.zeros_init(),
+                name=FIRST_ORDER,
+            )(dense_features.astype(jnp.float32))
+        return logits + linear.reshape(logits.shape)

@@ -246,8 +246,8 @@ MISTAKES = [
     Mistake(
         "features of a stacked DCN V2 come in the other order",
         f"{MODELS}/dcnv2.py",
-        "return logits((flat, bottom), train=train)[:, 0]",
-        "return logits((bottom, flat), train=train)[:, 0]",
+        "logits = networks((flat, bottom), train=train)[:, 0]",
+        "logits = networks((bottom, flat), train=train)[:, 0]",
         "unit/models/models_test.py",
     ),
     Mistake(
