@@ -205,7 +205,7 @@ class Loop:
             return
         probe = self.state.probe
         say = self.display.say
-        if followed := replan.review(self.run, probe, self.progress, say):
+        if followed := replan.agreed_review(self.run, probe, self.progress, say):
             self._change(followed)
 
     def _ready_for_initialized_step(self) -> bool:
