@@ -12,7 +12,14 @@ from typing import Annotated, Any
 import jax
 import tyro
 
-from experiments.configs import descriptions, find_config, get_config, names
+from experiments.configs import (
+    descriptions,
+    find_config,
+    get_config,
+    has_settings_by_data,
+    names,
+    with_model,
+)
 from experiments.options import asks_for_help, expanded, parse_options, take
 from loka_jax.commands import command, interruptible
 from loka_jax.terminal import printable
@@ -41,6 +48,7 @@ def parse_with(
 ) -> tuple[Config, dict[str, Any]]:
     """Returns the configuration like `parse`, and further options by name.
 
+    Of a table, columns and settings without an option are chosen by the data.
     On a Hopper GPU `fp8_dlrm` and its baseline have a width at which FP8 pays; says so
     on the error output. A GPU takes seconds to start, so options are read first.
 
@@ -52,6 +60,11 @@ def parse_with(
     default, rest = _default(arguments, script)
     config, others = _parse(default, rest, script, options)
     name, _ = take(arguments, "--config")
+    if has_settings_by_data(name):
+        from loka_jax.train.settings import settings_for  # after --help
+
+        by_data = settings_for(config, lambda line: print(line, file=sys.stderr))
+        return _parse(by_data, rest, script, options)
     if name not in _WIDE or not _is_on_hopper():
         return config, others
     wide = get_config(_WIDE[name])
@@ -106,7 +119,10 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
     """
     name, rest = take(expanded(arguments), "--config")
     if name is not None:
-        return find_config(name), rest
+        model, others = take(rest, "--model")
+        if model is None:
+            return find_config(name), rest
+        return find_config(with_model(name, model)), others
     config = _of_a_run(rest)
     if config is not None:
         return config, rest

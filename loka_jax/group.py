@@ -41,6 +41,8 @@ class Dense:
         norm: what follows, and in which order.
         residual: the number of a value that is added, or a factor; None without.
         dropout: the share of its activations that training drops.
+        half: 0 or 1, the half of the product's columns that is normalized and
+            activated; the other half is its factor. None for a whole product.
     """
 
     reads: int
@@ -48,6 +50,7 @@ class Dense:
     norm: Epilogue
     residual: int | None = None
     dropout: float = 0.0
+    half: int | None = None
 
     @property
     def members(self) -> tuple[tuple[Member, ...], ...]:
@@ -105,7 +108,7 @@ class Group:
             return sum(self.inputs[value])
         layer = self.layers[value - len(self.inputs)]
         if isinstance(layer, Dense) and layer.member is not None:
-            return layer.member.spec.n
+            return layer.member.spec.n // (1 if layer.half is None else 2)
         return self.columns(layer.reads)
 
     def is_returned(self, value: int) -> bool:

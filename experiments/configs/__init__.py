@@ -9,7 +9,9 @@ from experiments.configs.registry import (
     descriptions,
     find_config,
     get_config,
+    has_settings_by_data,
     names,
+    with_model,
 )
 
 __all__ = [
@@ -17,8 +19,10 @@ __all__ = [
     "find_config",
     "generated",
     "get_config",
+    "has_settings_by_data",
     "histories",
     "names",
     "tables",
     "wide",
+    "with_model",
 ]

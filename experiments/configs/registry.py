@@ -21,7 +21,8 @@ from loka_jax.train.folder.config_file import read_config
 
 _CONFIGS: dict[str, Callable[[], Config]] = {}
 # On a Hopper GPU the command line takes a wide one for the name without "_small".
-_OTHER_NAMES = {"fp8_dlrm_small": "fp8_dlrm"}
+_OTHER_NAMES = {"fp8_dlrm_small": "fp8_dlrm", "table": "table_dlrm"}
+_OF_TABLES = "table_"  # what begins the names of those with settings by the data
 
 
 def register[C: Config](make: Callable[[], C]) -> Callable[[], C]:
@@ -41,6 +42,30 @@ def all_names() -> list[str]:
     own = (*_CONFIGS, *_OTHER_NAMES)
     twins = (name.replace("fp8", "bf16") for name in own if name.startswith("fp8_"))
     return sorted((*own, *twins))
+
+
+def has_settings_by_data(name: str | None) -> bool:
+    """Returns whether the value of `--config` leaves columns and settings to the data.
+
+    A file does not, such as the `config.json` of a run that was begun so.
+    """
+    own = _OTHER_NAMES.get(name or "", name or "")
+    return own.startswith(_OF_TABLES) and own in _CONFIGS
+
+
+def with_model(name: str, model: str) -> str:
+    """Returns the name of the configuration of tables with a model.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    models = [n.removeprefix(_OF_TABLES) for n in names() if n.startswith(_OF_TABLES)]
+    if name != "table" or model not in models:
+        raise ValueError(
+            f"--model {model} must be one of {', '.join(models)}, with --config table; "
+            "other configurations have their model in their name."
+        )
+    return f"{_OF_TABLES}{model}"
 
 
 def descriptions() -> dict[str, str]:

@@ -15,7 +15,6 @@ _REST = (
     "DHEN L, 16,384 = dhen_l 16384; DLRM-DCNv2, 65,536 = mlperf_dcnv2 65536; "
     "DLRM-DCNv2, 8,192 = mlperf_dcnv2 8192"
 )
-_DCNV2 = "; small DCN V2, 65,536 = dcnv2 plain 65536; "
 _RECIPES = (
     "bf16 = xla bf16; `fp8_tensorwise` = xla fp8_tensorwise; "
     "`fp8_tensorwise_delayed` = xla fp8_tensorwise_delayed; "
@@ -40,15 +39,19 @@ def _whole_steps(gpu: str, rows: str) -> Table:
 
 
 def _wide_models(phase: str) -> Table:
-    at = f"runs.{{0}}.{phase} $.us"
+    at = f"runs.model={{0}},batch={{1}}.programs.{phase} $.us"
     xla, bf16, fp8 = (at.replace("$", x) for x in ("xla bf16", "ours bf16", "ours fp8"))
     columns = numbers(at, "XLA bf16, us = xla bf16; kernels bf16, us = ours bf16")
     columns |= numbers(at, "kernels FP8, us = ours fp8")
     columns |= {"gain by kernels": times(xla, bf16), "by FP8": times(bf16, fp8)}
     return Table(
-        file="wide_models_h100",
+        file="wide_models_unmodified_h200",
         first=phase,
-        rows=f"{_WUKONG}{_L}{_REST}{_DCNV2}small DCN V2, 8,192 = dcnv2 plain 8192",
+        rows="Wukong M, 16,384 = wukong_m plain | 16384; "
+        "Wukong L, 16,384 = wukong_l plain | 16384; "
+        "DHEN L, 16,384 = dhen_l | 16384; "
+        "DLRM-DCNv2, 65,536 = mlperf_dcnv2 | 65536; "
+        "DLRM-DCNv2, 8,192 = mlperf_dcnv2 | 8192",
         columns=columns | {"both": times(xla, fp8)},
     )
 

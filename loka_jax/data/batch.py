@@ -151,6 +151,14 @@ class Schema(Columns):
     weighted: bool = False
 
     @property
+    def table_rows(self) -> tuple[int, ...]:
+        """The rows of each table of a model.
+
+        Without fields it has one row, the same for all examples: a batch's ids are 0.
+        """
+        return self.vocab_sizes or (1,)
+
+    @property
     def tables(self) -> tuple[int, ...]:
         """The number of the field whose table each field uses."""
         return tuple(self.fields.index(name) for name in self.owners or self.fields)

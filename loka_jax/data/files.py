@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import pyarrow as pa
+
 from loka_jax.data.blocks import Reader
 from loka_jax.data.config import (
     CRITEO_CATEGORICAL,
@@ -16,8 +18,8 @@ from loka_jax.data.config import (
     CRITEO_LABEL,
     DataConfig,
 )
-from loka_jax.data.parquet import read_parquet
-from loka_jax.data.text import read_text
+from loka_jax.data.parquet import read_parquet, read_schema
+from loka_jax.data.text import read_header, read_text
 from loka_jax.options import did_you_mean
 
 _commas = functools.partial(read_text, delimiter=",")
@@ -160,6 +162,18 @@ def reader_of(config: DataConfig, path: pathlib.Path) -> Reader:
             "known: rename it."
         )
     return reader
+
+
+def column_types(
+    config: DataConfig, path: pathlib.Path
+) -> dict[str, pa.DataType | None]:
+    """Returns the type of each column of a table; None in text, which has no types."""
+    reader = reader_of(config, path)
+    if reader is read_parquet:
+        schema = read_schema(str(path))
+        return dict(zip(schema.names, schema.types, strict=True))
+    delimiter = "\t" if reader is _tabs else ","
+    return dict.fromkeys(read_header(str(path), delimiter=delimiter))
 
 
 # What changes whenever a file's contents do: size, the time of the last writing, which

@@ -50,6 +50,18 @@ def read_parquet(
         raise ValueError(f"{path} cannot be read: {damage(error)}") from None
 
 
+def read_schema(path: str) -> pa.Schema:
+    """Returns the names and types of a file's columns.
+
+    Raises:
+        ValueError: with the file, if it is damaged.
+    """
+    try:
+        return parquet.read_schema(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {damage(error)}") from None
+
+
 def _parquet_blocks(
     path: str, columns: tuple[str, ...], block_bytes: int
 ) -> Iterator[Block]:

@@ -87,6 +87,8 @@ class ShardDataset(Dataset):
         places = self._places
         floats = words.view(np.float32)
         ids = self._ids(words, "ids", 0)
+        if not self.schema.fields:
+            ids = np.zeros((len(words), 1), np.int32)  # of `table_rows`
         labels = floats[:, places["label"]].copy()
         if len(self.schema.labels) == 1:
             labels = labels[:, 0]

@@ -61,6 +61,20 @@ def read_text(
         raise ValueError(f"{path} cannot be read: {damage(error)}") from None
 
 
+def read_header(path: str, *, delimiter: str) -> list[str]:
+    """Returns the names of a file's columns, by its first line.
+
+    Raises:
+        ValueError: with the file, if it is empty, damaged, or not text.
+    """
+    file = _TextFile(path, BadRows(0), delimiter, (), BLOCK_BYTES)
+    try:
+        file._without_header(next(file._lines()))
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read: {damage(error)}") from None
+    return file.header
+
+
 @dataclass
 class _TextFile:
     """A text file, read once; the first fields are the arguments of `read_text`."""

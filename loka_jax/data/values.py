@@ -191,7 +191,7 @@ def parse_times(block: Block, column: str) -> tuple[np.ndarray, bool]:
     Dates are Arrow's date and timestamp types, or text in the form of ISO 8601; without
     a zone they count as UTC.
     """
-    dates = _as_dates(block.column(column))
+    dates = as_dates(block.column(column))
     if dates is not None:
         micros = dates.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
         table = pa.table({column: micros.cast(pa.float64(), safe=False)})
@@ -203,7 +203,7 @@ def parse_times(block: Block, column: str) -> tuple[np.ndarray, bool]:
     return numbers.values, dates is not None
 
 
-def _as_dates(array: pa.Array) -> pa.Array | None:
+def as_dates(array: pa.Array) -> pa.Array | None:
     """Returns the column as timestamps, or None if it does not hold dates."""
     if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
         return array

@@ -19,9 +19,7 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
-from scipy.linalg import cho_solve, solve_triangular
-from scipy.optimize import nnls
-from scipy.spatial.distance import cdist
+import scipy
 
 LEAST_POINTS = 12  # fewer measurements of a candidate say nothing about other shapes
 # Variances of log time: of what the factors get wrong in all candidates, in one, and
@@ -88,7 +86,7 @@ class Regression:
         near = self._covariances(points, self.points)
         log_us = self._log_factors(points) + near @ self._weights
         # L^-1 K, `[measured, points]`, whose squares are the variances explained.
-        explained = solve_triangular(self._cholesky, near.T, lower=True)
+        explained = scipy.linalg.solve_triangular(self._cholesky, near.T, lower=True)
         device = (_DEVICE + _DEVICE_OWN) * points.is_other
         variances = _SHARED + _OWN + device - np.sum(explained**2, axis=0)
         spreads = np.sqrt(np.maximum(variances, 0.0) + _NOISE)
@@ -105,7 +103,7 @@ class Regression:
     @functools.cached_property
     def _weights(self) -> np.ndarray:
         wrong = np.log(self.times) - self._log_factors(self.points)
-        return cho_solve((self._cholesky, True), wrong)
+        return scipy.linalg.cho_solve((self._cholesky, True), wrong)
 
     def _log_factors(self, points: Points) -> np.ndarray:
         us = np.sum(points.works * self.factors[points.kinds], axis=1)
@@ -117,7 +115,7 @@ class Regression:
         is_other = np.outer(a.is_other, b.is_other)
         # Matern's process of order 3/2, once differentiable: what kernels do at the
         # next size up is no smooth function.
-        distances = 3**0.5 * cdist(a.places, b.places) / _REACH
+        distances = 3**0.5 * scipy.spatial.distance.cdist(a.places, b.places) / _REACH
         near = (1 + distances) * np.exp(-distances) * (_SHARED + _OWN * alike)
         return near + is_other * (_DEVICE + _DEVICE_OWN * alike)
 
@@ -130,6 +128,7 @@ def fit(points: Points, times: np.ndarray, alike: np.ndarray) -> Regression:
 def _factors(points: Points, times: np.ndarray) -> np.ndarray:
     """Returns the factors `[kinds, parts]` of each candidate."""
     relative = points.works / times[:, None]
+    nnls = scipy.optimize.nnls
     of_all, _ = nnls(relative, np.ones(len(times)))
     # What a part contributes to a time, so that parts of all sizes are drawn alike.
     draw = np.diag(np.sqrt(_DRAW * np.mean(relative**2, axis=0)))

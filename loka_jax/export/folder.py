@@ -92,6 +92,11 @@ def export_run(
     else:
         encoding = load_encoding(source.encoding())
         schema, spec = encoding.schema, inputs_of(encoding)
+    if not schema.fields:
+        raise ValueError(
+            f"{workdir} is a run without categorical columns, which cannot be "
+            "exported: score files with predict, or train with one."
+        )
     trained = read_trained(source, schema)
     own = trained.config.loop.batch_size
     sizes = sorted({*(batch_sizes or (*(x for x in _SMALL if x < own), own))})

@@ -19,6 +19,7 @@ from loka_jax.measure.check_families import (
     normal,
     uneven,
 )
+from loka_jax.normed import NormName, NormVectors
 from loka_jax.ops import embedding, exchange, interaction, row_codec, row_rounding
 from loka_jax.ops import joined_norm as joined_norm_ops
 from loka_jax.ops.embedding import BAD_ID, Rounded
@@ -41,46 +42,66 @@ _ROUNDED_Y = 2.0**-6
 
 
 def joined_norms() -> list[Case]:
-    """Returns the case of a norm of joined embeddings, either way."""
-    counts, shape = (3, 5), (37, 8, 40)
+    """Returns the cases of norms of joined embeddings, either way."""
+    counts, shape, epsilon = (3, 5), (37, 8, 40), joined_norm_ops.EPSILON
 
-    def draw():
+    def draw(*names: str):
         parts = tuple(uneven(37, count, 40, seed=count) for count in counts)
-        return parts, uneven(*shape, seed=1), normal(*shape, seed=2, dtype=BF16)
+        vectors = {name: normal(40, seed=i) for i, name in enumerate(names)}
+        arrays = uneven(*shape, seed=1), normal(*shape, seed=2, dtype=BF16)
+        return parts, *arrays, NormVectors(**vectors)
 
-    def ours(parts, x, dy):
-        y, rstd = joined_norm.joined_norm(parts, x, joined_norm_ops.EPSILON)
-        run = functools.partial(joined_norm.joined_norm_backward, dy, y, rstd, counts)
+    def ours(norm, parts, x, dy, vectors):
+        run = functools.partial(joined_norm.joined_norm, norm=norm, epsilon=epsilon)
+        y, *kept = run(parts, x, vectors)
+        run = functools.partial(joined_norm.joined_norm_backward, dy, *kept, vectors)
+        run = functools.partial(run, counts=counts, norm=norm)
         return y, *run(), run(with_dx=False)[0]
 
-    def theirs(parts, x, dy):
-        run = functools.partial(joined_norm_ops.joined_norm, implementation="xla")
-        y, pull = jax.vjp(run, parts, x)
-        dparts, dx = pull(dy)
-        return y, dparts, dx, dparts
+    def theirs(norm, parts, x, dy, vectors):
+        run = functools.partial(joined_norm_ops.joined_norm, norm=norm)
+        run = functools.partial(run, implementation="xla")
+        y, pull = jax.vjp(run, parts, x, vectors)
+        dparts, *others = pull(dy)
+        return y, dparts, *others, dparts
 
-    return [Case("joined embeddings", draw, ours, theirs, _ROUNDED_Y)]
+    def case(name: str, norm: NormName, *vectors: str) -> Case:
+        by_kernel, by_xla = (functools.partial(run, norm) for run in (ours, theirs))
+        drawn = functools.partial(draw, *vectors)
+        return Case(name, drawn, by_kernel, by_xla, _ROUNDED_Y)
+
+    return [
+        case("joined embeddings", "block"),
+        case("joined embeddings, layer norm", "layer", "gamma", "beta"),
+    ]
 
 
 def dot_features_cases() -> list[Case]:
-    """Returns the case of the products of pairs, either way."""
+    """Returns the cases of the products of pairs, either way."""
+    return [_dot_features_case("i > j"), _dot_features_case("i <= j")]
+
+
+def _dot_features_case(pairs: dot_features.Pairs) -> Case:
     batch, fields, dim = 17, 26, 16
-    width = interaction.padded(dim + (fields + 1) * fields // 2)
+    width = interaction.padded(dim + dot_features.count(fields + 1, pairs))
 
     def draw():
         bottom = normal(batch, dim, dtype=BF16)
         return bottom, uneven(batch, fields, dim), normal(batch, width, dtype=BF16)
 
     def ours(bottom, embeddings, g):
-        out = dot_features.dot_features(bottom, embeddings, width=width)
-        return out, dot_features.dot_features_backward(bottom, embeddings, g)
+        options: Any = dict(width=width, pairs=pairs)
+        out = dot_features.dot_features(bottom, embeddings, **options)
+        back = dot_features.dot_features_backward(bottom, embeddings, g, pairs=pairs)
+        return out, back
 
     def theirs(bottom, embeddings, g):
-        run = functools.partial(interaction.dot_features, implementation="xla")
+        options: Any = dict(implementation="xla", pairs=pairs)
+        run = functools.partial(interaction.dot_features, **options)
         out, pull = jax.vjp(run, bottom, embeddings)
         return out, pull(g)
 
-    return [Case("pairs of vectors", draw, ours, theirs)]
+    return Case(f"pairs of vectors, {pairs}", draw, ours, theirs)
 
 
 def row_updates() -> list[Case]:

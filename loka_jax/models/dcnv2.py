@@ -57,6 +57,7 @@ class Dcnv2(RankingModel):
             bottom = mlp(bottom, train=train)
         cross = self._cross_net(self.num_cross_layers, self.cross_rank, "cross")
         deep = self._mlp("deep_mlp", self.deep_mlp, dropout_rate=self.dropout_rate)
-        head = nn.Head(recipe="f32", name="head")
-        logits = nn.CrossDeep(cross, deep, head, self.structure)
-        return logits((flat, bottom), train=train)[:, 0]
+        head = nn.Head(recipe="f32", kernel_init=self.head_init, name="head")
+        networks = nn.CrossDeep(cross, deep, head, self.structure)
+        logits = networks((flat, bottom), train=train)[:, 0]
+        return self._with_first_order(logits, dense_features, embeddings)

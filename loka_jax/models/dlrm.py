@@ -73,4 +73,6 @@ class Dlrm(DlrmFeatures):
         features = self._features(dense_features, embeddings, train)
         # [B, D + F (F + 1) / 2 or (F + 1) D, padded]
         mlp = self._mlp("top_mlp", self.top_mlp, dropout_rate=self.dropout_rate)
-        return nn.Dense(1, recipe="f32", name="head")(mlp(features, train=train))[:, 0]
+        head = nn.Dense(1, recipe="f32", kernel_init=self.head_init, name="head")
+        logits = head(mlp(features, train=train))[:, 0]
+        return self._with_first_order(logits, dense_features, embeddings)

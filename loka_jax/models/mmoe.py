@@ -57,7 +57,8 @@ class Mmoe(DlrmFeatures):
             self._logit(task, mixed, train)
             for task, mixed in enumerate(self._mix(x, experts))
         ]
-        return jnp.stack(logits, axis=1) if self.num_tasks > 1 else logits[0]
+        joined = jnp.stack(logits, axis=1) if self.num_tasks > 1 else logits[0]
+        return self._with_first_order(joined, dense_features, embeddings)
 
     @linen.nowrap
     def _mix(self, x: Array, experts: list[Array]) -> list[Array]:
@@ -86,5 +87,6 @@ class Mmoe(DlrmFeatures):
         tower = self._mlp(
             f"tower_{task}", self.tower_mlp, dropout_rate=self.dropout_rate
         )
-        head = nn.Dense(1, recipe="f32", name=f"head_{task}")
+        init = self.head_init
+        head = nn.Dense(1, recipe="f32", kernel_init=init, name=f"head_{task}")
         return head(tower(mixed, train=train))[:, 0]

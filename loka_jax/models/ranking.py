@@ -1,5 +1,6 @@
 """What all ranking models share: precision, norms, and the dtype of their inputs."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -10,6 +11,8 @@ from jaxtyping import Array, Float
 
 from loka_jax import nn
 from loka_jax.nn.context import as_recipe
+
+FIRST_ORDER = "first_order"  # the dense features' weights, among the parameters
 
 
 class ModelPart(linen.Module):
@@ -78,7 +81,7 @@ class ModelPart(linen.Module):
     @linen.nowrap
     def _is_joined(self, d: int) -> bool:
         """Returns whether `_join` is one operation for embeddings of d values."""
-        is_served = self.norm == "block" and d <= nn.BlockNorm.block
+        is_served = self.norm in ("block", "layer", "rms") and d <= nn.BlockNorm.block
         if self.implementation is None:
             return is_served and nn.runs_tails()
         return is_served and self.implementation == "group"
@@ -89,7 +92,8 @@ class ModelPart(linen.Module):
     ) -> Float[Array, "B n d"]:
         """Returns the norm of the parts' embeddings plus x."""
         if isinstance(x, nn.Residual) or self._is_joined(x.shape[2]):
-            return nn.joined_norm(tuple(parts), x)
+            norm: Any = self.norm
+            return nn.JoinedNorm(norm, self.bias, name="norm")(tuple(parts), x)
         out = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
         return self._normalize(out + x, "norm", train=train)
 
@@ -104,8 +108,41 @@ class RankingModel(ModelPart):
     Attributes:
         takes_events: it is called with the events of an event log, too.
         dropout_rate: dropout rate of the last MLP.
+        first_order: adds a logistic regression to the logit, `u . x + sum_f e_f[0]`:
+            the first number of a value's embedding is its weight, of task t the t-th.
+            Heads are 0 at the start, so that the regression is the whole model then.
+            Training begins at the one fitted to the rows, where these are files.
     """
 
     takes_events: ClassVar[bool] = False
 
     dropout_rate: float = 0.0
+    first_order: bool = False
+
+    @property
+    def head_init(self) -> Callable:
+        """The initial values of heads' kernels."""
+        zeros = linen.initializers.zeros_init()
+        return zeros if self.first_order else nn.dense.default_kernel_init
+
+    @linen.nowrap
+    def _with_first_order(
+        self,
+        logits: Float[Array, "B"] | Float[Array, "B T"],
+        dense_features: Float[Array, "B n"],
+        embeddings: Float[Array, "B F D"],
+    ) -> Float[Array, "B"] | Float[Array, "B T"]:
+        """Returns the logits, with those of a regression if there is one."""
+        if not self.first_order:
+            return logits
+        tasks = 1 if logits.ndim == 1 else logits.shape[1]
+        linear = embeddings[..., :tasks].astype(jnp.float32).sum(axis=1)
+        if dense_features.shape[1]:
+            linear += nn.Dense(
+                tasks,
+                recipe="f32",
+                use_bias=False,
+                kernel_init=linen.initializers.zeros_init(),
+                name=FIRST_ORDER,
+            )(dense_features.astype(jnp.float32))
+        return logits + linear.reshape(logits.shape)

@@ -55,7 +55,9 @@ class StackedModel(RankingModel):
             x = self._layer(i)(x, train=train)
         features = self._features(first, x)
         mlp = self._mlp("top_mlp", self.top_mlp, dropout_rate=self.dropout_rate)
-        return nn.Dense(1, recipe="f32", name="head")(mlp(features, train=train))[:, 0]
+        head = nn.Dense(1, recipe="f32", kernel_init=self.head_init, name="head")
+        logits = head(mlp(features, train=train))[:, 0]
+        return self._with_first_order(logits, dense_features, embeddings)
 
     @linen.nowrap
     def _first(self, dense_features, embeddings, train: bool) -> Float[Array, "B n d"]:

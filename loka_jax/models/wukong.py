@@ -44,9 +44,11 @@ class WukongLayer(ModelPart, kw_only=True):
         with jax.named_scope("interaction"):
             count = self.fm_embeddings + self.lcb_embeddings
             fm, lcb, residual = self._fm_lcb(x, train)
-            flat, input_norm = jax.lax.collapse(fm, 1), "none"
-            if self.norm == "block":  # the MLP can do it while it casts its input
-                input_norm = "rms"
+            flat, norm = jax.lax.collapse(fm, 1), None
+            if self.norm == "block":
+                norm = nn.NormParameters("rms", use_scale=False, name="fm_norm")
+            elif self.norm in ("layer", "rms"):
+                norm = nn.NormParameters(self.norm, self.bias, name="fm_norm")
             else:
                 flat = self._normalize(flat, "fm_norm", train=train)
         widths = (*self.fmb_mlp, self.fm_embeddings * d)
@@ -54,7 +56,7 @@ class WukongLayer(ModelPart, kw_only=True):
             "fmb",
             widths,
             ends_linear=True,
-            input_norm=input_norm,
+            input_norm=norm,  # groups normalize while they cast
             dropout_rate=self.dropout_rate,
         )
         fmb = mlp(flat, train=train)

@@ -9,12 +9,12 @@ from loka_jax.nn.attention import SelfAttention
 from loka_jax.nn.context import SiteContext, overriding, probing, site_context
 from loka_jax.nn.convert import Converted, convert
 from loka_jax.nn.dense import Dense, Fp8DotGeneral
-from loka_jax.nn.embeddings import Compress, Fm, FmLcb
+from loka_jax.nn.embeddings import Compress, Fm, FmLcb, JoinedNorm
 from loka_jax.nn.group import runs_tails
 from loka_jax.nn.hstu import HstuLayer, jagged_attention, newest_rows
 from loka_jax.nn.interaction import CrossDeep, CrossNet, Head
 from loka_jax.nn.mlp import Mlp
-from loka_jax.nn.norm_dense import NormDense
+from loka_jax.nn.norm_dense import NormDense, NormParameters
 from loka_jax.nn.norms import (
     ActivationName,
     BlockNorm,
@@ -28,7 +28,6 @@ from loka_jax.nn.planned import Model, Planned
 from loka_jax.nn.scale_state import check_scales
 from loka_jax.nn.sites import Site, list_sites, sites_of
 from loka_jax.ops.interaction import dot_features, join_features
-from loka_jax.ops.joined_norm import joined_norm
 from loka_jax.ops.products import Activations
 from loka_jax.ops.residual import Residual
 from loka_jax.probe.site import Capture, ProbeConfig
@@ -54,10 +53,12 @@ __all__ = [
     "Fp8State",
     "Head",
     "HstuLayer",
+    "JoinedNorm",
     "Mlp",
     "Model",
     "NormDense",
     "NormName",
+    "NormParameters",
     "Planned",
     "ProbeConfig",
     "ProbeStats",
@@ -72,7 +73,6 @@ __all__ = [
     "dot_features",
     "jagged_attention",
     "join_features",
-    "joined_norm",
     "list_sites",
     "merge_stats",
     "newest_rows",

@@ -59,7 +59,7 @@ def run_traced(
     """
     closed, paths, rebuild = trace(call, variables)
     origins = [*(None for _ in closed.consts), *map(origin, paths)]
-    program = read_program(closed.jaxpr, origins)
+    program = read_program(closed.jaxpr, origins, closed.consts)
     find(program, rules.why_left)
     rules.chosen = chosen_by_default(program, rules.has_recipe)
     arguments = [*closed.consts, *jax.tree.leaves(variables)]

@@ -14,8 +14,11 @@ from jaxtyping import Array, Float
 from loka_jax.nn.batched import BatchedSite
 from loka_jax.nn.context import current
 from loka_jax.nn.dense import default_kernel_init
+from loka_jax.nn.norm_dense import NormParameters
+from loka_jax.normed import NormVectors
 from loka_jax.ops import fm_lcb as ops
 from loka_jax.ops.device import local_device
+from loka_jax.ops.joined_norm import joined_norm
 from loka_jax.ops.residual import Residual
 from loka_jax.recipe import Recipe
 from loka_jax.site import SiteSpec
@@ -117,6 +120,22 @@ class Fm(linen.Module):
         xt = x.swapaxes(1, 2)
         p = BatchedSite(self.recipe, name="compress")(ops.product(xt, y), xt)
         return BatchedSite(self.recipe, name="fm")(ops.product(x, p), x)
+
+
+class JoinedNorm(NormParameters):
+    """The norm of joined embeddings plus a residual, `norm([part_1; ...] + x)`.
+
+    One kernel joins, adds and normalizes where it applies, see `ops.joined_norm`. A
+    block norm is over all of d, which is at most 256.
+    """
+
+    @linen.compact
+    def __call__(
+        self, parts: tuple[Float[Array, "B _ d"], ...], x: Array | Residual
+    ) -> Float[Array, "B n d"]:
+        """Returns the norm over d of the parts, one below the other, plus x."""
+        vectors = NormVectors(None, *super().__call__(parts[0].shape[2]))
+        return joined_norm(parts, x, vectors, norm=self.norm)
 
 
 def _compressed(site: BatchedSite, x: Array, kernel: Array) -> Array:

@@ -8,7 +8,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -34,7 +34,7 @@ def _is_close(x: ndarray, y: ndarray, tolerance: float = 1e-5) -> bool:
     return np.allclose(x, y, rtol=tolerance, atol=tolerance / 10)
 
 
-Kind = Literal["bias", "residual", "factor", "norm", "activation", "dropout"]
+Kind = Literal["bias", "residual", "factor", "norm", "activation", "dropout", "gate"]
 
 
 _JOINS: dict[str, Kind] = {"add": "residual", "add_any": "residual", "mul": "factor"}
@@ -48,11 +48,13 @@ class Following:
         kind: what it is.
         steps: its equations.
         end: the value that it makes.
-        name: of a norm or activation.
+        name: of a norm or activation, that of a gate, too.
         epsilon: of a norm.
         rate: of dropout.
         vectors: the bias; gamma and beta of a norm, None where absent; the residual or
             factor; the key of dropout.
+        half: of a gate: of the value's columns, those that are activated; the other
+            half is the factor.
         is_alone: nothing else reads the value that it follows.
     """
 
@@ -63,6 +65,7 @@ class Following:
     epsilon: float = 1e-6
     rate: float = 0.0
     vectors: tuple[Value | None, ...] = ()
+    half: int | None = None
     is_alone: bool = True
 
 
@@ -96,16 +99,17 @@ def _following(value: Value, rows: int) -> Iterator[Following]:
         if end is value or end.shape != value.shape:
             continue
         steps = region.before[end]
-        if not _is_closed(steps, end):
+        if not is_closed(steps, end):
             continue
         is_alone = not value.stays and set(value.readers) <= steps
         if found := _known(region, end):
             yield dataclasses.replace(found, is_alone=is_alone)
     yield from _residuals(value)
     yield from _dropouts(value)
+    yield from _gates(value, rows)
 
 
-def _is_closed(steps: frozenset[Step], end: Value) -> bool:
+def is_closed(steps: Set[Step], end: Value) -> bool:
     """Returns True if nothing else reads a result of the steps but the last."""
     inner = (y for step in steps for y in step.outputs if y is not end)
     return all(not y.stays and set(y.readers) <= steps for y in inner)
@@ -146,7 +150,7 @@ def _dropouts(value: Value) -> Iterator[Following]:
             key, share = drawn.inputs
             steps = frozenset([scale, choose])
             is_same = share.constant is not None and share.constant == keep
-            if not is_same or not _is_closed(steps, choose.outputs[0]):
+            if not is_same or not is_closed(steps, choose.outputs[0]):
                 continue
             yield Following(
                 *("dropout", steps, choose.outputs[0]),
@@ -154,6 +158,42 @@ def _dropouts(value: Value) -> Iterator[Following]:
                 vectors=(key,),
                 is_alone=not value.stays and value.readers == [scale],
             )
+
+
+def _gates(value: Value, rows: int) -> Iterator[Following]:
+    """Yields the product of one half of the columns and a function of the other."""
+    cut, halves = _halves(value)
+    for half, own in enumerate(halves):
+        other = halves[1 - half]
+        plain = Following("activation", frozenset(), own)
+        each = [x for x in following(own, rows) if x.kind == "activation"]
+        for act in (*each, plain):
+            for step in act.end.readers:
+                (end,) = step.outputs[:1]
+                steps = cut | act.steps | {step}
+                is_product = step.name == "mul" and {*step.inputs} == {act.end, other}
+                if is_product and is_closed(steps, end):
+                    alone = not value.stays and {*value.readers} <= cut
+                    yield Following(
+                        *("gate", steps, end, act.name), half=half, is_alone=alone
+                    )
+                    return
+
+
+def _halves(value: Value) -> tuple[frozenset[Step], list[Value]]:
+    """Returns the two halves of a value's columns, and the steps that cut them."""
+    cut = [x for x in value.readers if x.name in ("split", "slice")]
+    halves = [y for step in cut for y in step.outputs]
+    *rest, n = value.shape
+    is_half = [y.shape == (*rest, n // 2) for y in halves]
+    if n % 2 or is_half != [True, True]:
+        return frozenset(), []
+    if cut[0].name == "slice":
+        starts = {x.params["start_indices"][-1]: x.outputs[0] for x in cut}
+        if {*starts} != {0, n // 2} or any(x.params["strides"] for x in cut):
+            return frozenset(), []
+        halves = [starts[0], starts[n // 2]]
+    return frozenset(cut), halves
 
 
 def _is_zero(value: Value) -> bool:

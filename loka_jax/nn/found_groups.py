@@ -262,6 +262,7 @@ def _layer(layer: Layer, numbers: dict[Value, int]) -> Dense | Cross:
         norm=layer.epilogue,
         residual=None if residual is None else numbers[residual],
         dropout=layer.dropout,
+        half=layer.half,
     )
 
 

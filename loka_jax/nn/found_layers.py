@@ -63,9 +63,15 @@ class Layer:
         return 0.0 if found is None else found.rate
 
     @property
+    def half(self) -> int | None:
+        """The half of its product that is activated, the other one its factor."""
+        found = self.part("gate")
+        return None if found is None else found.half
+
+    @property
     def epilogue(self) -> Epilogue:
         """Its norm and activation, and their order."""
-        norm, act = self.part("norm"), self.part("activation")
+        norm, act = self.part("norm"), self.part("activation") or self.part("gate")
         norm_name: Any = "none" if norm is None else norm.name
         activation: Any = "none" if act is None else act.name
         epsilon = 1e-6 if norm is None else norm.epsilon

@@ -255,7 +255,7 @@ class CrossDeep(linen.Module):
     def _group(self, parts: tuple[Array, ...]) -> Group | None:
         """Returns the group of both networks; None if there is none."""
         deep = self.deep
-        if deep.norm == "batch" or deep.input_norm != "none" or not deep.features:
+        if deep.norm == "batch" or deep.input_norm is not None or not deep.features:
             return None
         cross = self.cross.group_of(parts)
         if not self.cross.num_layers:

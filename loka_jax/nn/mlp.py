@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax.numpy as jnp
 from flax import linen
@@ -31,12 +31,13 @@ from loka_jax.nn.norms import (
     check_choice,
     normalize,
 )
-from loka_jax.normed import Epilogue
+from loka_jax.normed import Epilogue, NormVectors
 from loka_jax.ops.group_sites import LayerArrays
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Activations
 from loka_jax.recipe import Recipe
 from loka_jax.site import PROVIDERS, Provider, SiteSpec
+from loka_jax.xla.dense_norm import norm_activation
 
 # Largest share of the work that is not worth the risk of FP8 below a head.
 _SMALL_PART = 1 / 16
@@ -62,8 +63,8 @@ class Mlp(linen.Module):
         dropout_rate: share of activations set to zero in training.
         kernel_init: initializer of the kernels.
         implementation: the provider of all layers, see `NormDense`, or "group".
-        input_norm: norm of what the first layer reads: "none", or "rms", which has no
-            learned scale here.
+        input_norm: norm of what the first layer reads, with its parameters; None for
+            none.
     """
 
     features: tuple[int, ...]
@@ -75,7 +76,7 @@ class Mlp(linen.Module):
     dropout_rate: float = 0.0
     kernel_init: Callable = default_kernel_init
     implementation: Provider | None = None
-    input_norm: Literal["none", "rms"] = "none"
+    input_norm: NormParameters | None = None
 
     @linen.compact
     def __call__(
@@ -94,13 +95,12 @@ class Mlp(linen.Module):
                 operation, a `Part` is returned.
 
         Raises:
-            ValueError: if there are no layers, or if norm, activation, implementation
-                or input_norm is unknown.
+            ValueError: if there are no layers, or if norm, activation or implementation
+                is unknown.
         """
         check_choice("norm", self.norm, get_args(NormName))
         check_choice("activation", self.activation, get_args(ActivationName))
         check_choice("implementation", self.implementation, (*PROVIDERS, None))
-        check_choice("input_norm", self.input_norm, ("none", "rms"))
         if not self.features:
             raise ValueError(f"features={self.features} of an Mlp name no layer.")
         if within is not None and within.plans is not None:
@@ -123,8 +123,8 @@ class Mlp(linen.Module):
         specs, run = self.specs(*shape), run or range(self._depth)
         m, k = shape[0], specs[run.start].k
         layers: tuple[groups.Dense, ...] = ()
-        if run.start == 0 and self.input_norm != "none":
-            norm = Epilogue(self.input_norm)
+        if run.start == 0 and self.input_norm is not None:
+            norm = Epilogue(self.input_norm.norm)
             layers = (groups.Dense(reads=0, member=None, norm=norm),)
         layers += self.layers(specs, run, makes=1 + len(layers))
         return Group(rows=m, inputs=((k,),), layers=layers, outputs=(len(layers),))
@@ -172,7 +172,7 @@ class Mlp(linen.Module):
         apart = [i for run in runs.values() for i in run]
         out: Array | Activations = x
         if 0 not in runs:
-            out = normalize(x, self.input_norm, train=False, use_scale=False)
+            out = self._normalized(x)
         plans = self._plans(*x.shape, chained=not drops, apart=apart)
         for i, plan in enumerate(plans):
             if i in runs:
@@ -180,8 +180,9 @@ class Mlp(linen.Module):
                 own = tuple(p for j in runs[i] if (p := in_group[j]) is not None)
                 one = self.group_of(x.shape, runs[i])
                 part = self._variables(group, runs[i], own)
-                if len(one.layers) > len(own):  # the norm of the input
-                    part = part._replace(layers=((LayerArrays(),), *part.layers))
+                if self.input_norm is not None and not i:
+                    norm = LayerArrays((), None, *self.input_norm(x.shape[1]))
+                    part = part._replace(layers=((norm,), *part.layers))
                 words = dropout_words(self, one) if drops else None
                 (out,) = run_joined(one, own, ((out,),), part, words=words)
             elif i not in apart:
@@ -230,7 +231,7 @@ class Mlp(linen.Module):
         return NormParameters(spec.norm, self.use_bias, name=f"norm_{i}")
 
     def _by_batch_norm(self, x: Array, train: bool) -> Array:
-        x = normalize(x, self.input_norm, train=train, use_scale=False)
+        x = self._normalized(x)
         for i, features in enumerate(self.features):
             is_linear = self._is_linear(i)
             x = Dense(
@@ -248,6 +249,14 @@ class Mlp(linen.Module):
             if train and self.dropout_rate > 0:
                 x = linen.Dropout(self.dropout_rate, deterministic=False)(x)
         return x
+
+    def _normalized(self, x: Array) -> Array:
+        """Returns the first layer's input, by XLA."""
+        if self.input_norm is None:
+            return x
+        vectors = NormVectors(None, *self.input_norm(x.shape[-1]))
+        epilogue = Epilogue(self.input_norm.norm)
+        return norm_activation(x, vectors, epilogue=epilogue).astype(x.dtype)
 
     def _is_linear(self, i: int) -> bool:
         return self.ends_linear and i == self._depth - 1

@@ -31,17 +31,19 @@ class NormParameters(linen.Module):
     Attributes:
         norm: "layer" has both, "rms" a scale, others nothing.
         use_bias: "layer" has a bias.
+        use_scale: "layer" and "rms" have a scale.
     """
 
     norm: NormName
     use_bias: bool = True
+    use_scale: bool = True
 
     @linen.compact
     def __call__(self, features: int) -> tuple[Array | None, Array | None]:
         """Returns scale and bias, float32 of shape (features,), or None."""
         gamma = beta = None
         shape = (features,)
-        if self.norm in ("layer", "rms"):
+        if self.norm in ("layer", "rms") and self.use_scale:
             init = linen.initializers.ones_init()
             gamma = self.param("scale", init, shape, jnp.float32)
         if self.norm == "layer" and self.use_bias:

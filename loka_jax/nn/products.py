@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from loka_jax.nn.follow import Following, Kind, following
+from loka_jax.nn.found_pairs import FoundPairs, found_pairs
 from loka_jax.nn.program import PRODUCTS, Program, Step, Value, flops, hidden_products
 from loka_jax.normed import Order
 from loka_jax.site import SiteSpec
@@ -24,6 +25,7 @@ _ORDERS: tuple[tuple[Order, tuple[Kind, ...]], ...] = (
     ("act_sum_norm", ("activation", "dropout", "residual", "norm")),
     ("norm_act_mul", ("norm", "activation", "dropout", "factor")),
     ("norm_act_mul", ("norm", "activation", "factor", "dropout")),  # the same
+    ("norm_act_mul", ("gate", "dropout")),
 )
 _IN_SITES: tuple[Kind, ...] = ("bias", "norm", "activation")
 # What follows a product, by its first step, and is no part of a site.
@@ -32,7 +34,7 @@ _READERS = {
     "reduce_sum": "a sum (a norm over other axes than the last, or one of its own)",
     "concatenate": "a concatenation",
     "mul": "a factor from data (a gate, a cross layer)",
-    "split": "a split",
+    "split": "a split, and no gate of its halves",
 }
 
 
@@ -46,6 +48,7 @@ class Product:
         left: why it runs as written; None for a site.
         spec: m, k and n, of each product of a batch.
         follows: what follows it alone, in an order of `group.Dense`.
+        pairs: what it is a part of where it multiplies pairs of vectors.
         apart: why no more follows.
         inside: the step that hides the product in a program of its own.
     """
@@ -57,6 +60,7 @@ class Product:
     stack: tuple[int, ...] = ()
     left: str | None = None
     follows: list[Following] = dataclasses.field(default_factory=list)
+    pairs: FoundPairs | None = None
     apart: str | None = None
     inside: Step | None = None
 
@@ -166,7 +170,12 @@ def _product(step: Step, why_left: Callable) -> Product:
         return _left(step, place, "a convolution")
     if is_weight != [False, True]:
         which = "of parameters alone" if all(is_weight) else "of data and data"
-        return _left(step, place, f"a product {which}")
+        product = _left(step, place, f"a product {which}")
+        pairs = None if any(is_weight) else found_pairs(step)
+        if pairs is not None and why_left(place, step.scope) is None:
+            product.pairs = pairs
+            product.left = f"a product of vectors in pairs, {pairs.pairs}"
+        return product
     origin = origins[1]
     assert origin is not None and origin.path is not None
     path = site_path(origin.path)

@@ -3,8 +3,8 @@
 A value that depends on variables alone, through casts, transposes, reshapes or slices,
 is a weight; its `origin` is the path of the variable. All others are data.
 
-Calls of `jit` that contain products are inlined. Steps of `scan`, `cond`, `while` and
-`remat` that do hold programs of their own.
+Calls of `jit` that contain products, or cut a value as GLU does, are inlined. Steps of
+`scan`, `cond`, `while` and `remat` with products hold programs of their own.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax.core import Tracer
 
 from loka_jax import compat
 
@@ -131,26 +132,33 @@ def has_products(jaxpr: Any) -> bool:
     )
 
 
-def read_program(jaxpr: Any, origins: Sequence[Origin | None]) -> Program:
+def read_program(
+    jaxpr: Any, origins: Sequence[Origin | None], consts: Sequence[Any] = ()
+) -> Program:
     """Returns the program of a jaxpr.
 
     Args:
         origins: of its constants and arguments.
+        consts: its constants.
     """
-    program = _read_program(jaxpr, origins, "")
+    program = _read_program(jaxpr, origins, "", consts)
     _mark_extra(program, [True for _ in program.outputs])
     return program
 
 
-def _read_program(jaxpr: Any, origins: Sequence[Origin | None], scope: str) -> Program:
+def _read_program(
+    jaxpr: Any, origins: Sequence[Origin | None], scope: str, consts: Sequence[Any]
+) -> Program:
     variables = [*jaxpr.constvars, *jaxpr.invars]
     inputs = [Value(v.aval, o) for v, o in zip(variables, origins, strict=True)]
+    for value, x in zip(inputs, consts, strict=False):
+        value.constant = None if isinstance(x, Tracer) else x
     steps: list[Step] = []
     env = dict(zip(variables, inputs, strict=True))
     outputs = _read(jaxpr, env, steps, scope)
     for value in outputs:
         value.is_output = True
-    return Program(inputs, _alive(steps), outputs)
+    return Program(inputs, _alive(steps), outputs, consts)
 
 
 def _alive(steps: list[Step]) -> list[Step]:
@@ -194,7 +202,7 @@ def _read(jaxpr: Any, env: dict, steps: list[Step], scope: str) -> list[Value]:
         inputs = [value(atom) for atom in eqn.invars]
         name = eqn.primitive.name
         inner = [*jex.jaxprs_in_params(eqn.params)]
-        if name in _CALLS and len(inner) == 1 and has_products(inner[0]):
+        if name in _CALLS and len(inner) == 1 and _is_inlined(inner[0]):
             (call,), consts = inner, _consts(eqn)
             local = dict(zip(call.constvars, consts, strict=True))
             local |= dict(zip(call.invars, inputs, strict=True))
@@ -209,6 +217,11 @@ def _read(jaxpr: Any, env: dict, steps: list[Step], scope: str) -> list[Value]:
             outputs = _new_step(eqn, inputs, steps, own)
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [value(atom) for atom in jaxpr.outvars]
+
+
+def _is_inlined(jaxpr: Any) -> bool:
+    cuts = any(eqn.primitive.name == "split" for eqn in jaxpr.eqns)
+    return cuts or has_products(jaxpr)
 
 
 def _new_step(eqn: Any, inputs: list[Value], steps: list[Step], scope: str):
@@ -314,13 +327,12 @@ def _inner_programs(eqn: Any, origins: list, scope: str) -> tuple[Program, ...]:
         case _:
             given = [origins]
     closed = compat.closed_jaxprs(eqn.params)
-    programs = [
-        _read_program(x.jaxpr, [*(None for _ in x.jaxpr.constvars), *own], scope)
+    return tuple(
+        _read_program(
+            *(x.jaxpr, [*(None for _ in x.jaxpr.constvars), *own], scope, x.consts)
+        )
         for x, own in zip(closed, given, strict=True)
-    ]
-    for program, x in zip(programs, closed, strict=True):
-        program.consts = x.consts
-    return tuple(programs)
+    )
 
 
 def _cut(origin: Origin | None, length: int) -> Origin | None:

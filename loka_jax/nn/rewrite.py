@@ -1,12 +1,7 @@
-"""Runs a traced program with its products as sites, by themselves or in groups.
-
-Variables of sites, delayed scales and what Probe sees, lie beside the parameters by the
-paths of the sites. They go where the weight goes: a scan that cuts a weight into steps
-cuts them, too.
-"""
+"""Runs a traced program with its products as sites, by themselves or in groups."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -17,11 +12,14 @@ from jaxtyping import Array
 from loka_jax import compat
 from loka_jax.chosen import Chosen
 from loka_jax.group import Group, Member
-from loka_jax.nn.context import current
+from loka_jax.nn.batched import announce_batched
+from loka_jax.nn.building import build_again
+from loka_jax.nn.context import as_recipe, current
 from loka_jax.nn.dense import as_matrix, run_planned, with_state
 from loka_jax.nn.dense import product as dot
 from loka_jax.nn.found_groups import Together, groups_of
 from loka_jax.nn.found_layers import Layer, Network
+from loka_jax.nn.found_pairs import FoundPairs
 from loka_jax.nn.group import (
     GroupPlan,
     Part,
@@ -30,12 +28,13 @@ from loka_jax.nn.group import (
     without_fp8_dlhs,
 )
 from loka_jax.nn.host import Host, Key, Made
-from loka_jax.nn.products import Product, site_path
+from loka_jax.nn.products import Product
 from loka_jax.nn.program import Program, Step, Value
 from loka_jax.nn.sites import announce
 from loka_jax.ops.device import local_device
 from loka_jax.ops.group import why_not
 from loka_jax.ops.group_sites import LayerArrays
+from loka_jax.ops.interaction import dot_features, why_not_by_kernel
 from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.ops.run_site import SiteArrays
 from loka_jax.recipe import Recipe
@@ -93,11 +92,13 @@ class _Run:
         if made is not None:
             made.paths |= {x.name: None for x in products if x.inside is None}
         for each in products:
-            if each.left is not None or self._is_as_written(each.name):
+            if each.pairs is not None and self._why_pairs_left(each) is None:
+                self.of_step |= dict.fromkeys(each.pairs.steps, each)
+            elif each.left is not None or self._is_as_written(each.name):
                 self.left.setdefault(each.place, []).append(each)
-                continue
-            steps = {each.step}.union(*(x.steps for x in each.fused))
-            self.of_step |= dict.fromkeys(steps, each)
+            else:
+                steps = {each.step}.union(*(x.steps for x in each.fused))
+                self.of_step |= dict.fromkeys(steps, each)
         for each in self._running(program, groups):
             self.of_step |= dict.fromkeys(each.steps, each)
 
@@ -209,6 +210,8 @@ class _Run:
         batch = product.batch if product.batch > 1 else None
         told = self._told(product)
         told["left"] = product.left or told["default"]
+        if product.pairs is not None:
+            told["left"] += f": {self._why_pairs_left(product)}"
         announce(self._host(product), plan, batch=batch, **told)
 
     def _spec(self, product: Product) -> SiteSpec:
@@ -218,6 +221,8 @@ class _Run:
 
     def _run_site(self, product: Product) -> Array:
         """Returns what a site makes that runs by itself."""
+        if product.pairs is not None:
+            return self._run_pairs(product, product.pairs)
         step, end = product.step, _end(product)
         x, w = self.value(product.data), self.value(step.inputs[1])
         if product.fused:
@@ -228,6 +233,25 @@ class _Run:
             host, told = self._host(product), self._told(product)
             out = dot(host, x, w, product.dims, *_options(step), **told)
         return out.reshape(end.shape).astype(end.aval.dtype)
+
+    def _why_pairs_left(self, product: Product) -> str | None:
+        """Returns why products of vectors in pairs run as written, or None."""
+        assert product.pairs is not None
+        precision = product.step.params["precision"]
+        if precision not in (None, (jax.lax.Precision.DEFAULT,) * 2):
+            return f"in precision {precision}"
+        if current().observer is not None:
+            return "Probe observes it"
+        dtype = as_recipe(self.rules.recipe(product.name)).compute_dtype
+        return why_not_by_kernel(product.pairs.z.shape, dtype)
+
+    def _run_pairs(self, product: Product, pairs: FoundPairs) -> Array:
+        """Returns products of vectors in pairs."""
+        host, by = self._host(product), "triton dot_features"
+        announce_batched(host, product.batch, product.spec, runs_by=by)
+        z = self.value(pairs.z).astype(as_recipe(host.recipe).compute_dtype)
+        out = dot_features(None, z, multiple=1, pairs=pairs.pairs)
+        return out.astype(pairs.end.aval.dtype)
 
     def _told(self, product: Product) -> dict[str, Any]:
         """Returns what is announced of a site besides its plan."""
@@ -329,49 +353,11 @@ class _Run:
     def _run_inner(self, step: Step, values: list[Any]) -> Sequence[Any]:
         """Builds a step again, with the sites in the programs that it holds."""
 
-        def runs(program: Program, given: dict[Key, Any]) -> Callable[..., list[Any]]:
-            def run(*arguments):
-                arguments = (*program.consts, *arguments)
-                return run_program(program, arguments, self.rules, given, self.made)
+        def run(program: Program, arguments: Sequence[Any], given: dict[Key, Any]):
+            arguments = (*program.consts, *arguments)
+            return run_program(program, arguments, self.rules, given, self.made)
 
-            return run
-
-        params = step.params
-        match step.name:
-            case "scan":
-                return self._run_scan(step, values, runs)
-            case "cond":
-                branches = [runs(program, self.given) for program in step.inner]
-                return jax.lax.switch(values[0], branches, *values[1:])
-            case "while":
-                condition, body = (runs(program, self.given) for program in step.inner)
-                n, m = params["cond_nconsts"], params["body_nconsts"]
-                return jax.lax.while_loop(
-                    lambda carry: condition(*values[:n], *carry)[0],
-                    lambda carry: body(*values[n : n + m], *carry),
-                    values[n + m :],
-                )
-        options = {name: params[name] for name in ("policy", "prevent_cse")}
-        return jax.checkpoint(runs(step.inner[0], self.given), **options)(*values)
-
-    def _run_scan(self, step: Step, values: list[Any], runs: Callable) -> Sequence[Any]:
-        (program,), params = step.inner, step.params
-        consts, carry, xs = compat.scan_operands(params, values)
-        of_xs = program.inputs[len(program.inputs) - len(xs) :]
-        origins = [x.origin for x in of_xs]
-        cut = {site_path(o.path) for o in origins if o is not None and o.path}
-        side = {key: x for key, x in self.given.items() if key[1] in cut}
-
-        # Lists, as keys of dictionaries are sorted.
-        def body(carry, own):
-            own, of_sites = own
-            given = self.given | dict(zip(side, of_sites, strict=True))
-            out = runs(program, given)(*consts, *carry, *own)
-            return out[: len(carry)], out[len(carry) :]
-
-        options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        last, ys = jax.lax.scan(body, carry, (xs, [*side.values()]), **options)
-        return [*last, *ys]
+        return build_again(step, values, self.given, run)
 
 
 def _as_array(x: Any) -> Any:
@@ -394,4 +380,6 @@ def _without(dims: Sequence[int], batch: int) -> list[int]:
 
 def _end(product: Product) -> Value:
     """Returns the value that a site makes where it runs by itself."""
+    if product.pairs is not None:
+        return product.pairs.end
     return product.fused[-1].end if product.fused else product.step.outputs[0]

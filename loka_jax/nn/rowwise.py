@@ -6,7 +6,7 @@ of a value are one here.
 """
 
 import functools
-import importlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,15 +19,10 @@ from numpy import ndarray
 from loka_jax import xla
 from loka_jax.normed import ActivationName
 
-
-def _special(name: str) -> Callable[[ndarray], ndarray]:
-    """Returns a function of SciPy, which is imported when it is called: it is slow."""
-    return lambda x: getattr(importlib.import_module("scipy.special"), name)(x)
-
-
-_erf, _erfc, _expit = map(_special, ("erf", "erfc", "expit"))
+# Importing SciPy for these would take longer than all that follows.
+_erf, _erfc = (np.vectorize(f, otypes=[float]) for f in (math.erf, math.erfc))
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
-_ELEMENTWISE: dict[str, Callable[..., ndarray]] = {
+ELEMENTWISE: dict[str, Callable[..., ndarray]] = {
     "abs": np.abs,
     "add": np.add,
     "add_any": np.add,
@@ -44,7 +39,7 @@ _ELEMENTWISE: dict[str, Callable[..., ndarray]] = {
     "le": np.less_equal,
     "log": np.log,
     "log1p": np.log1p,
-    "logistic": _expit,
+    "logistic": lambda x: 1 / (1 + np.exp(-x)),
     "lt": np.less,
     "max": np.maximum,
     "min": np.minimum,
@@ -81,8 +76,8 @@ def evaluate(eqn: Any, values: Sequence[ndarray], rows: int) -> ndarray:
     name, params = eqn.primitive.name, eqn.params
     if len(eqn.outvars) != 1:
         raise NotRowwise
-    if name in _ELEMENTWISE:
-        return _ELEMENTWISE[name](*values)
+    if name in ELEMENTWISE:
+        return ELEMENTWISE[name](*values)
     out = eqn.outvars[0].aval
     match name:
         case "convert_element_type":
@@ -189,9 +184,13 @@ def probe(n: int, seed: int = 0) -> ndarray:
 @functools.cache
 def activation(name: ActivationName, n: int) -> ndarray:
     """Returns what an activation makes of the probe of n numbers."""
-    row = jax.ShapeDtypeStruct((n,), jnp.float32)
-    closed = jax.make_jaxpr(xla.ACTIVATIONS[name])(row)
-    return _run(closed.jaxpr, [probe(n)], 0)
+    return _run(_of_activation(name), [probe(n)], 0)
+
+
+@functools.cache
+def _of_activation(name: ActivationName) -> jex.Jaxpr:
+    x = jax.ShapeDtypeStruct((), jnp.float32)
+    return jax.make_jaxpr(xla.ACTIVATIONS[name])(x).jaxpr
 
 
 def normalized(norm: str, x: ndarray, epsilon: float, block: int) -> ndarray:

@@ -41,6 +41,7 @@ class Site:
             or by a layer that is shared.
         group: the sites that it may run with as one operation; None for none.
         not_joined: why it does not run with them; None where it does.
+        runs_by: the operation of ours that runs a product that is no dense layer's.
         default: why this runs where nobody chose a recipe; None where somebody did.
         share: of the forward pass's FLOPs of all listed products, from 0 to 1.
         is_local: its rows are those of one device, under `shard_map`.
@@ -55,6 +56,7 @@ class Site:
     count: int = 1
     group: Group | None = None
     not_joined: str | None = None
+    runs_by: str | None = None
     default: str | None = None
     share: float = dataclasses.field(default=0.0, compare=False)
     is_local: bool = dataclasses.field(default=False, compare=False)
@@ -102,8 +104,8 @@ class Site:
     @property
     def runs(self) -> dict[str, str]:
         """A short description of each role."""
-        if self.left is not None:
-            return {role: "as written" for role in ROLES}
+        if self.left is not None or self.runs_by is not None:
+            return {role: self.runs_by or "as written" for role in ROLES}
         texts = {f"{role}": text for role, text in describe(self.plan).items()}
         if self.together is not None:
             for role in ROLES:

@@ -38,6 +38,7 @@ from loka_jax.ops.group_sites import (
     sites_of,
     tails_of,
 )
+from loka_jax.ops.halves import apart
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.recipe import Recipe
 from loka_jax.scaling import DelayedScaling
@@ -53,6 +54,7 @@ def why_not(group: Group, plans: Sequence[KernelPlan]) -> str | None:
     Args:
         plans: of its members, in their order.
     """
+    group, plans, _, _ = apart(group, plans)
     of_path = {x.path: plan for x, plan in zip(group.members, plans, strict=True)}
     if reason := next(filter(None, map(_why_not_in_group, plans)), None):
         return reason
@@ -131,6 +133,9 @@ def run_group(
     """
     if reason := why_not(group, plans):
         raise ValueError(f"run_group: {reason}.")
+    whole = apart(group, plans)
+    group, plans, layers = whole.group, whole.plans, whole.arrays(layers)
+    states, words = [states[i] for i in whole.members], whole.words(words)
     values = range(len(group.inputs) + len(group.layers))
     shapes = {(group.rows, group.columns(value)) for value in values}
     refusals = itertools.starmap(tails.why_not, sorted(shapes))

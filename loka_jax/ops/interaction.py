@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from loka_jax import checked
 from loka_jax.mapped import by_kernel, equally_varying
-from loka_jax.triton import Implementation, chosen
+from loka_jax.triton import Implementation, chosen, why_not_here
 from loka_jax.triton import dot_features as _triton
+from loka_jax.triton.dot_features import Pairs
 
 # Features are padded to a multiple of 64 for the fused kernels, or of 16 for FP8 GEMMs
 # if more than this share of them would be zeros.
@@ -27,11 +30,13 @@ def dot_features(
     *,
     multiple: int | None = None,
     implementation: Implementation | None = None,
+    pairs: Pairs = "i > j",
 ) -> Float[Array, "B p"]:
     """Returns `[bottom; <z_i, z_j> for i > j, row by row; zeros]`, z = [bottom; e].
 
-    Differentiable. The gradient is `dz = S z` with `S_ij = S_ji = g_ij`, `S_ii = 0`;
-    the bottom vector also gets that of the leading features. Sums are float32;
+    Differentiable. The gradient is `dz = S z` with `S_ij = S_ji = g_ij`, `S_ii = 0`, or
+    `2 g_ii` of pairs with i = j; the bottom vector also gets that of the leading
+    features. Sums are float32;
     products, `dz` and the bottom vector's gradient are each rounded to the operands'
     dtype.
 
@@ -40,6 +45,7 @@ def dot_features(
             e alone and there are no leading features.
         multiple: the number of features is padded to a multiple of it, see `padded`.
         implementation: as in `embedding.sum_by_row`; Triton has one kernel each way.
+        pairs: other pairs, row by row: "i >= j", "i < j" or "i <= j".
 
     Raises:
         ValueError: if the dtypes differ, or Triton is required and cannot run.
@@ -55,7 +61,14 @@ def dot_features(
     n = fields + (bottom is not None)
     why_not = _triton.why_not(batch, n, dim, embeddings.dtype)
     provider = chosen(implementation, why_not, "dot_features")
-    return _dot_features(bottom, embeddings, multiple, provider)
+    return _dot_features(bottom, embeddings, multiple, provider, pairs)
+
+
+def why_not_by_kernel(vectors: tuple[int, ...], dtype: DTypeLike) -> str | None:
+    """Returns why no kernel multiplies vectors [B, n, D] here, or None."""
+    batch, n, dim = vectors
+    reason = _triton.why_not(batch, n, dim, dtype) or why_not_here()
+    return reason or checked.why_wrong("dot_features")
 
 
 def padded(count: int, multiple: int | None = None) -> int:
@@ -90,57 +103,60 @@ def join_features(
     return jnp.where(is_leading[None, :], leading, joined)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _dot_features(bottom, embeddings, multiple, implementation):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _dot_features(bottom, embeddings, multiple, implementation, pairs):
     if implementation == "xla":
-        return _by_xla(bottom, embeddings, multiple)
+        return _by_xla(bottom, embeddings, multiple, pairs)
     lead = 0 if bottom is None else bottom.shape[1]
     n = embeddings.shape[1] + (bottom is not None)
-    width = padded(lead + n * (n - 1) // 2, multiple)
-    run = functools.partial(_triton.dot_features, width=width)
+    width = padded(lead + _triton.count(n, pairs), multiple)
+    run = functools.partial(_triton.dot_features, width=width, pairs=pairs)
     return by_kernel(run, bottom, embeddings)
 
 
-def _dot_features_fwd(bottom, embeddings, multiple, implementation):
-    out = _dot_features(bottom, embeddings, multiple, implementation)
+def _dot_features_fwd(bottom, embeddings, multiple, implementation, pairs):
+    out = _dot_features(bottom, embeddings, multiple, implementation, pairs)
     return out, (bottom, embeddings)
 
 
-def _dot_features_bwd(multiple, implementation, operands, g):
+def _dot_features_bwd(multiple, implementation, pairs, operands, g):
     del multiple
     bottom, embeddings = operands
     if implementation == "triton":
-        return by_kernel(_triton.dot_features_backward, bottom, embeddings, g)
-    return _backward_by_xla(bottom, embeddings, g)
+        run = functools.partial(_triton.dot_features_backward, pairs=pairs)
+        return by_kernel(run, bottom, embeddings, g)
+    return _backward_by_xla(bottom, embeddings, g, pairs)
 
 
 _dot_features.defvjp(_dot_features_fwd, _dot_features_bwd)
 
 
-def _by_xla(bottom, embeddings, multiple):
+def _by_xla(bottom, embeddings, multiple, pairs: Pairs):
     z = _vectors(bottom, embeddings)
     batch, n, _ = z.shape
     gram = jnp.einsum("bnd,bmd->bnm", z, z, preferred_element_type=z.dtype)
-    rows, cols = np.tril_indices(n, -1)
-    pairs = gram.reshape(batch, n * n)[:, rows * n + cols]
-    features = join_features(bottom, pairs, multiple)
+    rows, cols = indices(n, pairs)
+    products = gram.reshape(batch, n * n)[:, rows * n + cols]
+    features = join_features(bottom, products, multiple)
     # Without it XLA may choose a column-major layout, to suit the gather of columns:
     # 166 us instead of 40 us for 65,536 x 368 on an H200.
     return with_layout_constraint(features, Layout(major_to_minor=(0, 1)))
 
 
-def _backward_by_xla(bottom, embeddings, g):
+def _backward_by_xla(bottom, embeddings, g, pairs: Pairs):
     z = _vectors(bottom, embeddings)
     batch, n, _ = z.shape
     lead = 0 if bottom is None else bottom.shape[1]
-    if n < 2:  # no pairs: nothing to gather
+    if not _triton.count(n, pairs):  # nothing to gather
         return (None if bottom is None else g[:, :lead]), jnp.zeros_like(embeddings)
     # A gather, because the derivative of the forward pass's gather is a scatter, which
     # is slow in 16 bit on GPUs.
-    pair_of, has_pair = _pair_index(n)
+    pair_of, has_pair = _pair_index(n, pairs)
     zero = jnp.zeros((), g.dtype)
     symmetric = jnp.where(has_pair[None, :], g[:, lead + pair_of], zero)
     symmetric = symmetric.reshape(batch, n, n)
+    if "=" in pairs:
+        symmetric = jnp.where(np.eye(n, dtype=bool), 2 * symmetric, symmetric)
     dz = jnp.einsum("bnm,bmd->bnd", symmetric, z, preferred_element_type=z.dtype)
     if bottom is None:
         return None, dz
@@ -161,9 +177,16 @@ def _vectors(bottom, embeddings) -> Float[Array, "B n D"]:
 
 
 @functools.cache
-def _pair_index(n: int) -> tuple[np.ndarray, np.ndarray]:
+def _pair_index(n: int, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
     """Returns each element's pair in a flat (n, n) matrix, and a mask of the pairs."""
     index = np.zeros((n, n), np.int32)
-    rows, cols = np.tril_indices(n, -1)
+    rows, cols = indices(n, pairs)
     index[rows, cols] = index[cols, rows] = np.arange(len(rows))
-    return index.ravel(), ~np.eye(n, dtype=bool).ravel()
+    return index.ravel(), ("=" in pairs) | ~np.eye(n, dtype=bool).ravel()
+
+
+def indices(n: int, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
+    """Returns i and j of each pair, row by row."""
+    if "<" in pairs:
+        return np.triu_indices(n, int("=" not in pairs))
+    return np.tril_indices(n, int("=" in pairs) - 1)

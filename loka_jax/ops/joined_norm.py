@@ -1,4 +1,4 @@
-"""The end of a layer of embeddings: `norm([part_1; ...; part_p] + x)`, a block norm.
+"""The end of a layer of embeddings: `norm([part_1; ...; part_p] + x)`.
 
 In a layer of Wukong this moves more bytes than the products and tails of its FMB in
 FP8. Triton reads and writes each array once, forward and backward, and concatenates
@@ -6,14 +6,15 @@ nothing.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax import triton
-from loka_jax.mapped import by_kernel, equally_varying
+from loka_jax.mapped import equally_varying
+from loka_jax.normed import NO_VECTORS, NormName, NormVectors
 from loka_jax.ops import residual
 from loka_jax.ops.residual import Residual
 from loka_jax.triton import joined_norm as _triton
@@ -24,16 +25,22 @@ EPSILON = 1e-6
 def joined_norm(
     parts: tuple[Float[Array, "B _ d"], ...],
     x: Float[Array, "B n d"] | Residual,
+    vectors: NormVectors = NO_VECTORS,
     *,
+    norm: NormName = "block",
     implementation: triton.Implementation | None = None,
 ) -> Float[Array, "B n d"]:
-    """Returns `z rsqrt(mean(z^2) + 1e-6)` over d, z = [part_1; ...; part_p] + x.
+    """Returns `gamma norm(z) + beta` over d, z = [part_1; ...; part_p] + x.
 
-    Differentiable; computed in float32. The same as a block norm for d up to 256.
+        layer        norm(z) = (z - mean(z)) rsqrt(mean((z - mean(z))^2) + 1e-6)
+        rms, block   norm(z) = z rsqrt(mean(z^2) + 1e-6)
+
+    Differentiable; computed in float32.
 
     Args:
         parts: embeddings, n in all.
         x: the residual; a `Residual` gets its gradient in parts.
+        vectors: gamma and beta, of d values.
         implementation: as in `embedding.sum_by_row`; Triton takes bfloat16 alone.
 
     Raises:
@@ -50,9 +57,10 @@ def joined_norm(
         raise ValueError(f"joined_norm: d={dim} is above {_triton.NORM_BLOCK}.")
     provider = triton.chosen(implementation, _triton.why_not(x, *parts), "joined_norm")
     counts = tuple(part.shape[1] for part in parts)
-    static = _Static(provider, counts, in_parts=bool(rows))
-    *varying, x = equally_varying(*parts, x)
-    return _run(static, tuple(varying), x, rows)
+    static = _Static(provider, norm, counts, in_parts=bool(rows))
+    leaves, tree = jax.tree.flatten((parts, x, vectors))
+    parts, x, vectors = jax.tree.unflatten(tree, equally_varying(*leaves))
+    return _run(static, parts, x, rows, vectors)
 
 
 class _Static(NamedTuple):
@@ -63,38 +71,57 @@ class _Static(NamedTuple):
     """
 
     provider: triton.Implementation
+    norm: NormName
     counts: tuple[int, ...]
     in_parts: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(static: _Static, parts, x, rows):
-    return _forward(static, parts, x, rows)[0]
+def _run(static: _Static, parts, x, rows, vectors):
+    del rows
+    return _norm(static, parts, x, vectors, is_kept=False)[0]
 
 
-def _forward(static: _Static, parts, x, rows):
+def _norm(static: _Static, parts, x, vectors, *, is_kept: bool) -> tuple[Any, ...]:
+    """Returns the result, and xhat and rstd."""
     if static.provider == "triton":
-        run = functools.partial(_triton.joined_norm, epsilon=EPSILON)
-        y, rstd = by_kernel(run, parts, x)
-    else:
-        z = jnp.concatenate(parts, axis=1).astype(jnp.float32) + x.astype(jnp.float32)
-        rstd = jax.lax.rsqrt(jnp.mean(z * z, axis=2) + EPSILON)
-        y = (z * rstd[:, :, None]).astype(x.dtype)
-    return y, (y, rstd)
+        run = functools.partial(_triton.joined_norm, parts, x, vectors)
+        return run(norm=static.norm, epsilon=EPSILON, is_kept=is_kept)
+    z = jnp.concatenate(parts, axis=1).astype(jnp.float32) + x.astype(jnp.float32)
+    if static.norm == "layer":
+        z -= jnp.mean(z, axis=2, keepdims=True)
+    rstd = jax.lax.rsqrt(jnp.mean(z * z, axis=2) + EPSILON)
+    y = xhat = z * rstd[:, :, None]
+    if vectors.gamma is not None:
+        y = y * vectors.gamma[None, None]
+    if vectors.beta is not None:
+        y = y + vectors.beta[None, None]
+    return y.astype(x.dtype), xhat.astype(x.dtype), rstd
+
+
+def _forward(static: _Static, parts, x, rows, vectors):
+    del rows
+    y, xhat, rstd = _norm(static, parts, x, vectors, is_kept=True)
+    return y, (xhat, rstd, vectors)
 
 
 def _backward(static: _Static, residuals, dy):
-    (y, rstd), (provider, counts, in_parts) = residuals, static
-    if provider == "triton":
-        run = functools.partial(_triton.joined_norm_backward, counts=counts)
-        run = functools.partial(run, with_dx=not in_parts)
-        dparts, dx = by_kernel(run, dy, y, rstd)
+    (xhat, rstd, vectors), norm = residuals, static.norm
+    if static.provider == "triton":
+        run = functools.partial(_triton.joined_norm_backward, dy, xhat, rstd, vectors)
+        with_dx = not static.in_parts
+        dparts, dx, sums = run(counts=static.counts, norm=norm, with_dx=with_dx)
     else:
-        g, v = dy.astype(jnp.float32), y.astype(jnp.float32)
-        g = g - v * jnp.mean(g * v, axis=2, keepdims=True)
-        dx = (g * rstd[:, :, None]).astype(dy.dtype)
-        dparts = residual.cut(dx, counts)
-    return (dparts, None, dparts) if in_parts else (dparts, dx, ())
+        g, v = dy.astype(jnp.float32), xhat.astype(jnp.float32)
+        dgamma = None if vectors.gamma is None else jnp.sum(g * v, axis=(0, 1))
+        dbeta = None if vectors.beta is None else jnp.sum(g, axis=(0, 1))
+        sums = NormVectors(None, dgamma, dbeta)
+        g = g if vectors.gamma is None else g * vectors.gamma[None, None]
+        along = jnp.mean(g * v, axis=2, keepdims=True)
+        g = g - jnp.mean(g, axis=2, keepdims=True) if norm == "layer" else g
+        dx = ((g - v * along) * rstd[:, :, None]).astype(dy.dtype)
+        dparts = residual.cut(dx, static.counts)
+    return (dparts, None, dparts, sums) if static.in_parts else (dparts, dx, (), sums)
 
 
 _run.defvjp(_forward, _backward)

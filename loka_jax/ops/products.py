@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -354,7 +355,14 @@ def _fp8_view(
         copy = operand.tensorwise
         assert copy is not None
         return Fp8Array(copy.data.T, copy.scale_inv) if transposed else copy
-    x = _high_precision_view(operand, transposed)
+    assert operand.value is not None
+    x = operand.value
+    if role == "drhs":
+        # Read as it lies, for the amax and for the cast. XLA would write a transposed
+        # copy in high precision, and compute x again for that, gathers and all.
+        x = jax.lax.optimization_barrier(x)
+        x = with_layout_constraint(x, Layout(major_to_minor=(0, 1)))
+    x = x.T if transposed else x
     if cast.granularity == "rowwise":
         return fp8.quantize(x, cast.dtype, axes=(1,), pow2_scale=cast.pow2_scale)
     # 128 x 128 for weights, 1 x 128 for activations and gradients (DeepSeek-V3).

@@ -56,6 +56,7 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         final_split=final_split,
         where=where,
         best=best,
+        regression=real(as_dict(summary.get("baseline_ne")).get("logistic_regression")),
         gap=gap_closed(final.get("ne"), best),
         speed=speed_of(run),
         recipe=_recipe(run) or "",

@@ -308,8 +308,8 @@ def build_in_turn(
 ) -> Run:
     """Returns the run, built by the first of several processes before the others.
 
-    They find the data that it has converted, and follow its plan and its choice of how
-    gradients are summed.
+    They find the data that it has converted, and follow its plan, its choice of how
+    gradients are summed, and when Probe observes. It alone reviews the plan.
 
     Args:
         build_run: builds it, with a plan as JSON values, or None to choose one.
@@ -335,13 +335,17 @@ def build_in_turn(
     assert isinstance(placement, MeshPlacement)
     gradient_sum = GradientSum(**chosen["gradients"])
     placement = dataclasses.replace(placement, gradient_sum=gradient_sum)
-    # By times that each has measured for itself they would change it differently.
-    return dataclasses.replace(run, placement=placement, reviewer=None)
+    if processes.is_first:
+        return dataclasses.replace(run, placement=placement)
+    probe = dataclasses.replace(run.config.probe, every=chosen["every"])
+    config = dataclasses.replace(run.config, probe=probe)
+    return dataclasses.replace(run, config=config, placement=placement, reviewer=None)
 
 
 def _chosen(run: Run) -> dict[str, Any]:
     """Returns what all processes must do alike, as JSON values."""
-    return {"plan": as_json(run.plan), **run.placement.choices()}
+    every = run.config.probe.every
+    return {"plan": as_json(run.plan), "every": every, **run.placement.choices()}
 
 
 def _row_update(config: Config, total_steps: int, groups: int) -> RowUpdate:

@@ -100,7 +100,7 @@ class Loop:
                 if self._is_due(loop.log_every):
                     self._log()
                 if self._evaluation_is_due():
-                    self._evaluate()
+                    self.evaluate()
                 if self._review_is_due():
                     self._review_plan()
                 if self._save_is_due():
@@ -210,7 +210,7 @@ class Loop:
             return
         probe = self.state.probe
         say = self.display.say
-        if followed := replan.review(self.run, probe, self.progress, say):
+        if followed := replan.agreed_review(self.run, probe, self.progress, say):
             self._change(followed)
 
     def _ready_for_initialized_step(self) -> bool:
@@ -298,7 +298,8 @@ class Loop:
         """Makes the tables of all groups equal, before they are read."""
         self.state = self.run.placement.sync(self.state)
 
-    def _evaluate(self):
+    def evaluate(self):
+        """Evaluates the state, keeps it if it is the best, and lowers rates."""
         self._tick()
         self._refuse_skipping()
         self._sync()

@@ -37,15 +37,10 @@ def model_of(config: Config, schema: Schema, devices: int = 1) -> RunModel:
     """Returns the tables and sites of the model for data of this schema.
 
     Raises:
-        ValueError: if the data have no categorical column, or other tasks than the
-            model, or a batch has too many ids.
+        ValueError: if the data have other tasks than the model, or a batch has too
+            many ids.
     """
     tasks.check_tasks(schema.labels, config.model, config.optim)
-    if not schema.fields:
-        raise ValueError(
-            "the model needs at least one categorical column: name them with "
-            "--data.categorical A B C."
-        )
     _check_log(config, schema)
     size, ids = config.loop.batch_size, len(schema.categorical) + sum(schema.slots)
     if not size * ids < 2**31:
@@ -55,19 +50,19 @@ def model_of(config: Config, schema: Schema, devices: int = 1) -> RunModel:
         )
     dim = config.embedding.dim
     stack = TableSpec(
-        rows=schema.vocab_sizes,
+        rows=schema.table_rows,
         dim=dim,
         pooling=config.embedding.pooling_of(schema.multi),
         owners=schema.tables if schema.owners else (),
         storage=config.embedding.dtype,
     )
     dims = config.embedding.dims_of(schema.fields, schema.owners)
-    tables = with_dims(stack, tuple(dims.values()))
+    tables = with_dims(stack, tuple(dims.values()) or (dim,))
 
     def inputs(rows: int) -> tuple[Any, ...]:
         if config.data.is_log:
             return _event_inputs(config, schema, rows)
-        shapes = (len(schema.dense),), (len(schema.fields), dim)
+        shapes = (len(schema.dense),), (len(schema.table_rows), dim)
         return tuple(jax.ShapeDtypeStruct((rows, *x), jnp.float32) for x in shapes)
 
     def list_sites(
@@ -137,5 +132,9 @@ def _check_log(config: Config, schema: Schema) -> None:
         raise ValueError(
             "--oldest are rows that are seen beside those of a window: add --window."
         )
+    if not schema.fields:
+        raise ValueError("events need at least one column: name --data.categorical.")
+    if getattr(model, "first_order", False):
+        raise ValueError("--first-order is not for event logs: leave it out.")
     if config.embedding.dims:
         raise ValueError("--embedding.dims are not for event logs: leave them out.")

@@ -5,8 +5,6 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from loka_jax import jsonfile
 from loka_jax.commands import command
 from loka_jax.dispatch import plan as plans
@@ -118,7 +116,7 @@ class _ByTimes:
             hope = as_if_accurate(self.sites)
             promoted = self._checked(performance, hope)
             return chosen._replace(performance=promoted.performance)
-        if every == 0 or jax.process_count() > 1:  # others review no plan
+        if every == 0:
             return chosen
         if any(choice.is_fp8 and path in self.kept for path, choice in plan.choices):
             note = (

@@ -25,6 +25,7 @@ from loka_jax.train.build import Run, build, build_in_turn
 from loka_jax.train.checkpoints.checkpoint import Checkpoints, require_space
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.config import Config
+from loka_jax.train.first_order import at_regression, starts_at_regression
 from loka_jax.train.folder.record import BEST, PLAN, SITES, SUMMARY, RunRecord, read_run
 from loka_jax.train.folder.source_run import SourceRun, keep_encoding, open_run
 from loka_jax.train.folder.workdir import choose_workdir, workdir_of
@@ -122,6 +123,8 @@ def train(
             stack.enter_context(Watchdog(config.run.watchdog))
         with stop.deferred():  # a run that is stopped before leaves nothing
             _begin_record(record, loop, start)
+            if start is None and starts_at_regression(run):
+                loop.evaluate()  # the start is the best state so far
             loop.train(stop)
         record.write(SITES, [site.as_row() for site in loop.run.running_sites])
         with display.doing("evaluating"):
@@ -288,8 +291,7 @@ def _open_loop(
     else:
         progress = Progress(position=Position(0, 0, config.seed))
         with display.doing("initializing"):
-            is_first = start is None
-            state = run.init() if is_first else next_day.initial_state(run, start)
+            state = _initial_state(run, start)
         if config.run.resume:
             display.say("Nothing was saved yet: starting at step 0.")
     best.drop_after(progress.step)
@@ -308,6 +310,13 @@ def _open_loop(
         display=display,
         profiler=profiler,
     )
+
+
+def _initial_state(run: Run, start: SourceRun | None) -> TrainState:
+    if start is not None:
+        return next_day.initial_state(run, start)
+    state = run.init()
+    return at_regression(run, state) if starts_at_regression(run) else state
 
 
 def _begin_record(record: RunRecord, loop: Loop, start: SourceRun | None):

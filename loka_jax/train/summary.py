@@ -9,6 +9,7 @@ from rich.console import Console
 from loka_jax.dispatch.plan import plan_rows
 from loka_jax.optim import OptimConfig
 from loka_jax.report.run_page import gap_closed
+from loka_jax.train.baselines import baseline_ne, fit_regressions
 from loka_jax.train.evaluation import evaluate_finally
 from loka_jax.train.folder.record import RunRecord, versions
 from loka_jax.train.logs.printing import plain, quality_lines
@@ -29,7 +30,7 @@ def summarize(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any
     split, held_out = "test", splits.test
     if held_out is None:
         split, held_out = "valid", splits.valid
-    final, final_step, final_state = None, None, None
+    final, final_step, final_state, baselines = None, None, None, None
     if not stop.is_set:
         best = loop.best_state()
         final_step = best.progress.step
@@ -38,6 +39,9 @@ def summarize(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any
         if samples:
             columns = held_out.schema.categorical
             record.write_scores(samples, split, columns, splits.folder)
+        if record.writes and splits.folder is not None:
+            regressions = fit_regressions(splits.train, splits.valid)
+            baselines = baseline_ne(regressions, held_out)
     sites = run.running_sites
     return {
         "config": run.config.identity(),
@@ -58,6 +62,7 @@ def summarize(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any
         "final_split": split,
         "final_step": final_step,
         "final_state": final_state,
+        "baseline_ne": baselines,
         "best_possible_ne": splits.report.get("best_possible_ne"),
         "sites": {"total": len(sites), "fp8": sum(site.is_fp8 for site in sites)},
         "plan": plan_rows(run.plan),
@@ -99,8 +104,33 @@ def print_end(
     state = f"  ({summary['final_state']})"
     for line in quality_lines(summary["final_split"], final, state):
         console.print(plain(line))
+    for line in beside(final["ne"], summary["baseline_ne"]):
+        console.print(plain(line))
     best = summary["best_possible_ne"]
     share = gap_closed(final["ne"], best)
     if share is not None:
         console.print(f"Best possible NE {best:.5f}: {share:.1%} of the gap closed.")
     console.print(plain(f"Report: {report}"))
+
+
+def beside(ne: float, baselines: dict[str, Any] | None) -> list[str]:
+    """Returns sentences on the NE of simple models, and on a model that loses."""
+    if baselines is None:
+        return []
+    words = {"mean": "the training rows' mean", "logistic_regression": _REGRESSION}
+    known = {words[k]: x for k, x in baselines.items() if x is not None}
+    if not known:
+        return []
+    numbers = " and ".join(f"{name} {x:.5f}" for name, x in known.items())
+    name, lowest = min(known.items(), key=lambda item: item[1])
+    lines = [f"Beside it: NE of {numbers}."]
+    if not ne <= lowest + _AS_GOOD:
+        lines.append(
+            f"Warning: the model loses to {name} by NE {ne - lowest:.5f}, so that its "
+            "settings do not fit these data: --config table chooses them by the data."
+        )
+    return lines
+
+
+_AS_GOOD = 1e-4  # of NE, to which a start at the regression may be rounded
+_REGRESSION = "a logistic regression on the same columns"

@@ -29,7 +29,7 @@ def check_tasks(names: tuple[str, ...], model: Any, optim: OptimConfig) -> None:
         remedy = (
             f"set --num-tasks {len(names)}"
             if hasattr(model, "num_tasks")
-            else "name one with --data.label, or use --config fp8_mmoe"
+            else "name one with --data.label, or use --config table --model mmoe"
         )
         raise ValueError(
             f"the data have {len(names)} labels ({', '.join(names)}), and the {kind} "

@@ -5,12 +5,14 @@ With z the bottom vector, if there is one, and the embeddings,
     out = [bottom; <z_i, z_j> for i > j, row by row; zeros]              [B, p]
     dz  = S z,    S_ij = S_ji = g_ij, S_ii = 0                           [B, n, D]
 
+or the products of another triangle of pairs, in which S_ii = 2 g_ii if it has i = j.
+
 Products run on the tensor cores and are summed in float32, each rounded once. XLA makes
 a pass over [B, n, n] and [B, n, D] for every step; here only the operands and the
 result touch memory.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax.triton.launch import launch, power_of_two, require_triton
+
+# Which pairs there are, row by row.
+Pairs = Literal["i > j", "i >= j", "i < j", "i <= j"]
 
 _MAX_VECTORS = 64
 _MAX_DIM = 256
@@ -49,15 +54,16 @@ def dot_features(
     embeddings: Float[Array, "B F D"],
     *,
     width: int,
+    pairs: Pairs = "i > j",
 ) -> Float[Array, "B p"]:
-    """Returns the bottom vector, the products of all pairs and zeros, p = `width`.
+    """Returns the bottom vector, the products of pairs and zeros, p = `width`.
 
     Raises:
         ValueError: if these operands are not served (see `why_not`).
         ImportError: if jax-triton is not installed.
     """
-    sizes = _sizes(bottom, embeddings, width)
-    end = sizes["n"] * (sizes["n"] - 1) // 2
+    sizes = _sizes(bottom, embeddings, width, pairs)
+    end = count(sizes["n"], pairs)
     end += sizes["dim"] if sizes["has_bottom"] else 0
     require_triton()
     from loka_jax.triton import dot_features_kernel  # not above: it imports Triton
@@ -76,6 +82,8 @@ def dot_features_backward(
     bottom: Float[Array, "B D"] | None,
     embeddings: Float[Array, "B F D"],
     g: Float[Array, "B p"],
+    *,
+    pairs: Pairs = "i > j",
 ) -> tuple[Float[Array, "B D"] | None, Float[Array, "B F D"]]:
     """Returns the gradients of `bottom` and `embeddings`.
 
@@ -83,7 +91,7 @@ def dot_features_backward(
         ValueError: if these operands are not served (see `why_not`).
         ImportError: if jax-triton is not installed.
     """
-    sizes = _sizes(bottom, embeddings, g.shape[1])
+    sizes = _sizes(bottom, embeddings, g.shape[1], pairs)
     require_triton()
     from loka_jax.triton import dot_features_kernel
 
@@ -103,7 +111,12 @@ def dot_features_backward(
     return (None if bottom is None else dbottom), dembeddings
 
 
-def _sizes(bottom, embeddings, width) -> dict[str, int | bool]:
+def count(n: int, pairs: Pairs) -> int:
+    """Returns the number of pairs of n vectors."""
+    return n * (n - 1) // 2 + ("=" in pairs) * n
+
+
+def _sizes(bottom, embeddings, width, pairs: Pairs) -> dict[str, int | bool]:
     """Returns the constants of both kernels.
 
     Raises:
@@ -120,6 +133,8 @@ def _sizes(bottom, embeddings, width) -> dict[str, int | bool]:
         dim=dim,
         width=width,
         has_bottom=bottom is not None,
+        is_upper="<" in pairs,
+        has_equal="=" in pairs,
         examples=_EXAMPLES,
         tile_n=max(power_of_two(n), _MIN_TILE),
         tile_dim=max(power_of_two(dim), _MIN_TILE),

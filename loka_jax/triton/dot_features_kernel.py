@@ -28,6 +28,8 @@ def dot_features_kernel(
     dim: tl.constexpr,
     width: tl.constexpr,
     has_bottom: tl.constexpr,
+    is_upper: tl.constexpr,
+    has_equal: tl.constexpr,
     examples: tl.constexpr,
     tile_n: tl.constexpr,
     tile_dim: tl.constexpr,
@@ -39,7 +41,7 @@ def dot_features_kernel(
     is not touched.
     """
     lead: tl.constexpr = dim if has_bottom else 0
-    end: tl.constexpr = lead + n * (n - 1) // 2
+    end: tl.constexpr = lead + n * (n - 1 + 2 * has_equal) // 2
     first = tl.program_id(0) * examples
     last = tl.minimum(first + examples, batch) - 1
     v = _load(bottom, embeddings, first, n, dim, has_bottom, tile_n, tile_dim)
@@ -52,7 +54,7 @@ def dot_features_kernel(
         # Beyond 2^31 elements the offsets of examples need 64 bits.
         b = tl.cast(example, tl.int64)
         row = out + b * width
-        pair, is_pair = _pairs(n, tile_n)
+        pair, is_pair = _pairs(n, is_upper, has_equal, tile_n)
         gram = tl.dot(v, v.T).to(out.dtype.element_ty)
         tl.store(row + lead + pair, gram, mask=is_pair)
         if has_bottom:
@@ -78,6 +80,8 @@ def dot_features_backward_kernel(
     dim: tl.constexpr,
     width: tl.constexpr,
     has_bottom: tl.constexpr,
+    is_upper: tl.constexpr,
+    has_equal: tl.constexpr,
     examples: tl.constexpr,
     tile_n: tl.constexpr,
     tile_dim: tl.constexpr,
@@ -96,10 +100,10 @@ def dot_features_backward_kernel(
             bottom, embeddings, b, n, dim, has_bottom, tile_n, tile_dim
         )
         v = tl.load(at, mask=inside, other=0.0)
-        pair, is_pair = _pairs(n, tile_n)
-        lower = tl.load(row + lead + pair, mask=is_pair, other=0.0)
-        # Exact: one of the two summands is zero.
-        dv = tl.dot(lower + lower.T, v).to(v.dtype)
+        pair, is_pair = _pairs(n, is_upper, has_equal, tile_n)
+        half = tl.load(row + lead + pair, mask=is_pair, other=0.0)
+        # Exact: one of the two summands is zero, or they are equal.
+        dv = tl.dot(half + half.T, v).to(v.dtype)
         at, inside = _vectors(
             dbottom, dembeddings, b, n, dim, has_bottom, tile_n, tile_dim
         )
@@ -157,11 +161,21 @@ def _vectors(
 
 @triton.jit
 @no_type_check
-def _pairs(n: tl.constexpr, tile_n: tl.constexpr):
-    """Returns the index of each pair (i, j) among all with i > j, and their mask.
+def _pairs(
+    n: tl.constexpr,
+    is_upper: tl.constexpr,
+    has_equal: tl.constexpr,
+    tile_n: tl.constexpr,
+):
+    """Returns the index of each pair (i, j) among those of a triangle, and their mask.
 
     Indices are contiguous along j, so that neighbouring threads access neighbours.
     """
     i = tl.arange(0, tile_n)[:, None]
     j = tl.arange(0, tile_n)[None, :]
-    return i * (i - 1) // 2 + j, (j < i) & (i < n)
+    equal: tl.constexpr = 1 if has_equal else 0
+    if is_upper:
+        start = i * (n - 1 + equal) - i * (i - 1) // 2 + equal - 1
+        return start + j - i, (j > i - equal) & (j < n)
+    else:
+        return i * (i - 1 + 2 * equal) // 2 + j, (j < i + equal) & (i < n)

@@ -78,7 +78,20 @@ class Transformer(linen.Module):
         return table.attend(linen.RMSNorm()(x)).reshape(32, 48)[:, 0]
 
 
-MODELS = [CallByCall(), ResNet(), Cross(), Transformer()]
+class Gated(linen.Module):
+    """Products whose one half gates the other, as GEGLU and SwiGLU are written."""
+
+    @linen.compact
+    def __call__(self, x):
+        y, gate = jnp.split(linen.Dense(128, name="geglu")(x), 2, axis=-1)
+        x = x + linen.Dense(32, name="down")(y * linen.gelu(gate))
+        y = linen.Dense(96, use_bias=False, name="swiglu")(linen.RMSNorm()(x))
+        x = linen.Dense(32, name="last")(linen.silu(y[:, :48]) * y[:, 48:])
+        y, z = jnp.split(linen.Dense(32, name="bilinear")(x), 2, axis=-1)
+        return linen.Dense(1, name="head")(y * z)[:, 0]
+
+
+MODELS = [CallByCall(), ResNet(), Cross(), Transformer(), Gated()]
 X = rounded(32, 32)
 
 

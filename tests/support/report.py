@@ -74,6 +74,7 @@ SUMMARY = {
     "final_eval": {"auc": 0.75123, "logloss": 0.45, "ne": 0.85, "calibration": 1.01},
     "final_split": "test",
     "final_state": "step 10, the best by NE",
+    "baseline_ne": {"mean": 1.00012, "logistic_regression": 0.87654},
     "best_possible_ne": 0.8,
     "sites": {"total": 3, "fp8": 1},
     "plan": [

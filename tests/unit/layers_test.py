@@ -26,17 +26,17 @@ survey predict
 export
 """
 TRAIN = """
-processes tables metrics
+processes tables metrics baselines
 checkpoints state tasks scores
 gradients
 placement
 step
 mesh
 config
-model planning
+model planning settings
 planner build
 watch
-evaluation
+evaluation first_order
 logs
 folder
 loop

@@ -1,17 +1,20 @@
 """Changes the plan of a run in progress, by what looks and live errors have shown."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
+from loka_jax import jsonfile
 from loka_jax.dispatch.drift import after_change
 from loka_jax.dispatch.entering import entering
 from loka_jax.dispatch.groups import cross_networks
 from loka_jax.dispatch.learned import keep_errors
 from loka_jax.dispatch.plan import DispatchPlan, as_json, from_json
 from loka_jax.dispatch.policy import Decision
+from loka_jax.dispatch.processes import same_text
 from loka_jax.dispatch.review import live_intervals
 from loka_jax.dispatch.table import RoleErrors
 from loka_jax.nn import by_path
@@ -55,6 +58,27 @@ def after_failure(run: Run, progress: Progress, error: Exception) -> Change | No
     return _change(run, dict.fromkeys(kernels, Decision(BF16, reason)), progress)
 
 
+def agreed_review(
+    run: Run, probe: Any, progress: Progress, say: Callable[[str], None]
+) -> Change | None:
+    """Returns the first process's `review` in all of them; all must call it.
+
+    By times that each has measured for itself they would change the plan differently.
+    """
+    if jax.process_count() == 1:
+        return review(run, probe, progress, say)
+    text = ""
+    if jax.process_index() == 0 and (change := review(run, probe, progress, say)):
+        plan, said, after = change
+        value = as_json(plan), said, dataclasses.asdict(after)
+        text = jsonfile.dumps(value)
+    if not (text := same_text(text)):
+        return None
+    plan, said, after = json.loads(text)
+    plan = from_json(plan, run.sites, "the first process's plan")
+    return Change(plan, tuple(said), Progress.from_json(after))
+
+
 def review(
     run: Run, probe: Any, progress: Progress, say: Callable[[str], None]
 ) -> Change | None:
@@ -69,9 +93,8 @@ def review(
     compile.
     """
     errors = _live_errors(run, probe)
-    if errors and jax.process_index() == 0:
-        if reason := keep_errors(run.source, run.sites, errors):
-            say(reason)
+    if errors and (reason := keep_errors(run.source, run.sites, errors)):
+        say(reason)
     drifted, returning = _drifted(run, progress), _returning(run, errors, progress)
     now = _decisions(run)
     left = as_json(DispatchPlan(tuple((path, now[path]) for path in drifted)))

@@ -167,9 +167,9 @@ MISTAKES = [
     Mistake(
         "a part's gradient is read from the rows of the first part",
         "loka_jax/triton/joined_norm.py",
-        "        dparts.append(dpart)\n        first += count",
-        "        dparts.append(dpart)",
-        "unit/triton/rows_test.py",
+        "firsts.append(firsts[-1] + count)",
+        "firsts.append(0)",
+        "whole/ops/joined_norm_test.py",
     ),
     Mistake(
         "operations without a kernel are counted as left out",

@@ -20,6 +20,27 @@ MISTAKES = [
         "unit/nn/by_default_test.py",
     ),
     Mistake(
+        "the other half of the columns is activated",
+        f"{NN}/follow.py",
+        "half=half, is_alone=alone",
+        "half=1 - half, is_alone=alone",
+        "unit/nn/flow_test.py",
+    ),
+    Mistake(
+        "a function of pairs of vectors is taken for the pairs",
+        f"{NN}/found_pairs.py",
+        "return np.where(number % 2, number, -number) << 20",
+        "return number << 20",
+        "unit/nn/found_pairs_test.py",
+    ),
+    Mistake(
+        "vectors paired with those of another example are taken for an example's",
+        f"{NN}/found_pairs.py",
+        "return z if z is other and own",
+        "return z if own",
+        "unit/nn/found_pairs_test.py",
+    ),
+    Mistake(
         "a default stands above a choice",
         f"{NN}/by_default.py",
         "if x.left is None and not has_recipe(x.name) and x.name not in current().choices",
@@ -211,8 +232,8 @@ MISTAKES = [
     Mistake(
         "the FMB of Wukong never drops",
         f"{MODELS}/wukong.py",
-        "            input_norm=input_norm,\n            dropout_rate=self.dropout_rate,\n",
-        "            input_norm=input_norm,\n",
+        "            dropout_rate=self.dropout_rate,\n        )\n        fmb",
+        "        )\n        fmb",
         "unit/models/models_test.py",
     ),
     Mistake(
@@ -225,8 +246,8 @@ MISTAKES = [
     Mistake(
         "features of a stacked DCN V2 come in the other order",
         f"{MODELS}/dcnv2.py",
-        "return logits((flat, bottom), train=train)[:, 0]",
-        "return logits((bottom, flat), train=train)[:, 0]",
+        "logits = networks((flat, bottom), train=train)[:, 0]",
+        "logits = networks((bottom, flat), train=train)[:, 0]",
         "unit/models/models_test.py",
     ),
     Mistake(

@@ -271,6 +271,20 @@ MISTAKES = [
         "unit/ops/interaction_test.py",
     ),
     Mistake(
+        "both halves of a product that gates are the first",
+        "loka_jax/ops/halves.py",
+        "own = slice(half * n, half * n + n)",
+        "own = slice(0, n)",
+        "whole/nn/found_groups_test.py",
+    ),
+    Mistake(
+        "the product of a vector with itself has half its gradient",
+        "loka_jax/ops/interaction.py",
+        "np.eye(n, dtype=bool), 2 * symmetric, symmetric)",
+        "np.eye(n, dtype=bool), symmetric, symmetric)",
+        "unit/ops/interaction_test.py",
+    ),
+    Mistake(
         "inference takes the columns of FM for LCB",
         "loka_jax/ops/fm_lcb.py",
         'lcb = _einsum("nl,bnd->bld", weight[:, k:], x)',
@@ -280,8 +294,8 @@ MISTAKES = [
     Mistake(
         "the joined norm's gradient is not projected",
         "loka_jax/ops/joined_norm.py",
-        "g = g - v * jnp.mean(g * v, axis=2, keepdims=True)",
-        "g = g - jnp.mean(g * v, axis=2, keepdims=True)",
+        "dx = ((g - v * along) * rstd",
+        "dx = ((g - along) * rstd",
         "unit/ops/joined_norm_test.py",
     ),
     Mistake(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import json
 import os
 import re
 from types import SimpleNamespace
@@ -39,6 +40,12 @@ CSV += ["user", "--data.dense", "age"]
         ("TINY --require-gpu", "--require-gpu was given, but JAX found"),
         ("TINY --resume", "there is no run runs/fp8_dlrm_tiny-"),
         ("CSV --data.path missing.csv", "missing.csv does not exist"),
+        ("--config table", "needs --data.path, a file or a folder"),
+        (
+            "--config table --model dlrn",
+            "--model dlrn must be one of dcnv2, ",
+        ),
+        ("--config csv_dlrm --model dlrm", "with --config table"),
     ],
 )
 def test_a_bad_command_line_is_refused(run, tmp_path, monkeypatch, line, said):
@@ -205,3 +212,16 @@ def test_a_gpu_without_fp8_is_named_like_any(monkeypatch):
     gpu = {"platform": "gpu", "device_kind": "A100", "compute_capability": "8.0"}
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(**gpu)])
     assert session.device_notice(require_gpu=True) == "Running on A100."
+
+
+def test_settings_by_the_data_give_way_to_options(run, tmp_path):
+    rows = "".join(f"{i % 2},u{i % 7},{i / 3}\n" for i in range(100))
+    (tmp_path / "log.csv").write_text("click,user,price\n" + rows)
+    line = ["--config", "table", "--model", "wukong", "--loop.epochs", "3"]
+    line += ["--data.path", tmp_path / "log.csv", "--data.cache", tmp_path / "cache"]
+    code, out, err = run(train, *line, "--print-config")
+    config = json.loads(out)
+    assert code == 0 and "dense: price" in err
+    assert config["name"] == "table_wukong" and config["model"]["kind"] == "Wukong"
+    assert config["loop"]["epochs"] == 3 and config["loop"]["batch_size"] == 64
+    assert config["data"]["categorical"] == ["user"]

@@ -12,6 +12,7 @@ from flax import linen, traverse_util
 
 from loka_jax import nn
 from loka_jax.models import Dcnv2, Dhen, Dlrm, Wukong
+from loka_jax.nn import embeddings
 from loka_jax.nn import group as groups
 from tests.support import stand_ins
 from tests.support.models import MODELS, assert_follows, inputs
@@ -161,19 +162,20 @@ def test_wide_layers_of_models_run_in_groups(name, monkeypatch):
     [
         ("wukong", {}, [[4, 3]]),
         ("wukong", {"implementation": None}, []),
-        ("wukong", {"norm": "layer"}, []),
+        ("wukong", {"norm": "layer"}, [[4, 3]]),
+        ("wukong", {"norm": "batch"}, []),
         ("wukong", {"implementation": "xla"}, []),
         ("dhen", {}, [[4, 2, 3]]),
     ],
 )
-def test_block_norms_of_joined_embeddings_are_one_operation_if_asked(
+def test_norms_of_joined_embeddings_are_one_operation_if_asked(
     name, changes, joined, monkeypatch
 ):
-    calls = record_calls(monkeypatch, (nn, "joined_norm"))
+    calls = record_calls(monkeypatch, (embeddings, "joined_norm"))
     options = dict(recipe="bf16", norm="block", implementation="group") | ONE | changes
     model = MODELS[name][0].clone(**options)
     jax.eval_shape(model.init, jax.random.key(0), *inputs())
-    widths = [[part.shape[1] for part in parts] for _, (parts, _) in calls]
+    widths = [[part.shape[1] for part in parts] for _, (parts, *_) in calls]
     assert widths == joined
 
 

@@ -14,7 +14,16 @@ from loka_jax.nn import group as groups
 from loka_jax.nn.follow import following
 from loka_jax.nn.program import Origin, read_program
 from tests.support import stand_ins
-from tests.support.flow import MODELS, CallByCall, Transformer, Wide, X, layers_of, loss
+from tests.support.flow import (
+    MODELS,
+    CallByCall,
+    Gated,
+    Transformer,
+    Wide,
+    X,
+    layers_of,
+    loss,
+)
 from tests.support.nn import DELAYED, initialized, listed, rounded
 
 KEY = jax.random.key(0)
@@ -44,6 +53,15 @@ def test_groups_are_found_in_code():
         ("Dense_1", "none", "relu", False),
     ]
     assert "Dense_1" not in [x.path for x in sites["Dense_2"].group.members]
+    (group,) = {x.group for x in listed(nn.convert(Gated()), X).values() if x.group}
+    gates = [(x.member.path, x.norm.activation, x.half) for x in group.layers]
+    assert gates == [
+        ("geglu", "gelu", 1),
+        ("down", "none", None),
+        ("swiglu", "swish", 0),
+        ("last", "none", None),
+        ("bilinear", "none", 0),
+    ]
     sites = listed(nn.convert(Transformer()), X)
     block = "blocks"
     assert layers_of(sites[f"{block}/up"].group) == [
@@ -153,6 +171,24 @@ def test_norms_are_known_by_what_they_compute(function, name, epsilon):
     assert norm.vectors[0] is not None
     other = lambda x, g, b: function(x, g, b) + jnp.mean(x, -1, keepdims=True)  # noqa: E731
     assert not found(other, jnp.ones(24), jnp.ones(24))
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        (lambda x: jnp.multiply(*jnp.split(x, 2, -1)), ("none", 0)),
+        (lambda x: linen.glu(x), ("sigmoid", 1)),
+        (lambda x: x[:, 12:] * jnp.tanh(x[:, :12]), ("tanh", 0)),
+        (lambda x: x[:, :12] * linen.relu(x[:, 11:23]), None),
+        (lambda x: x[:, 0::2] * x[:, 12:], None),
+        (lambda x: jnp.multiply(*jnp.split(x, 2)), None),
+        (lambda x: x[:, :12] * jnp.sin(x[:, 12:]), None),
+        (lambda x: (y := linen.relu(x[:, :12])) * x[:, 12:] + y, None),
+    ],
+)
+def test_gates_are_of_the_halves_of_the_columns(function, expected):
+    gates = [(x.name, x.half) for x in found(function) if x.kind == "gate"]
+    assert gates == ([] if expected is None else [expected])
 
 
 # A converted model is a module.

@@ -30,12 +30,14 @@ from tests.support.nn import (
 from tests.support.recipes import recipe_of
 
 X = support.normal(32, 48)
+RMS, LAYER = nn.NormParameters("rms", use_scale=False), nn.NormParameters("layer")
 
 
 def equation(mlp, variables, x, train=False):
     """Returns what the MLP computes, in float64."""
     params, stats = variables["params"], variables.get("batch_stats", {})
-    x = normalized(x, mlp.input_norm)
+    input_norm = mlp.input_norm.norm if mlp.input_norm else "none"
+    x = normalized(x, input_norm, params.get("input_norm"))
     for i in range(len(mlp.features)):
         dense = params[f"dense_{i}"]
         x = x @ dense["kernel"] + dense.get("bias", 0.0)
@@ -53,9 +55,12 @@ def equation(mlp, variables, x, train=False):
         ({}, ["dense_0", "dense_1"]),
         ({"use_bias": False, "ends_linear": True, "activation": "swish"}, []),
         ({"norm": "layer", "ends_linear": True}, ["dense_1", "norm_0"]),
-        ({"norm": "layer", "use_bias": False, "input_norm": "rms"}, []),
+        ({"norm": "layer", "use_bias": False, "input_norm": RMS}, []),
         ({"norm": "rms", "activation": "gelu", "ends_linear": True}, ["dense_1"]),
-        ({"norm": "block", "activation": "hard_swish", "input_norm": "rms"}, []),
+        (
+            {"norm": "block", "activation": "swish", "input_norm": LAYER},
+            ["input_norm"],
+        ),
         ({"norm": "batch"}, ["norm_0", "norm_1"]),
         ({"norm": "batch", "use_bias": False, "activation": "none"}, []),
     ],
@@ -172,7 +177,7 @@ def count_calls(calls, mlp, x=X, rngs=None, **options):
 
 
 def test_in_bfloat16_one_operation_computes_what_its_layers_do(calls):
-    mlp = WIDE.clone(recipe="bf16", norm="layer", activation="swish", input_norm="rms")
+    mlp = WIDE.clone(recipe="bf16", norm="layer", activation="swish", input_norm=LAYER)
     x, g = rounded(2, 16, 48), rounded(2, 16, 64, seed=1)
     variables = initialized(mlp, x)
 

@@ -87,12 +87,11 @@ def test_batch_norm_keeps_running_moments_for_evaluation():
         (nn.Mlp((32,)), "norm", "none, layer, rms, block, batch"),
         (nn.Mlp((32,)), "activation", ", ".join(get_args(nn.ActivationName))),
         (nn.Mlp((32,)), "implementation", "xla, pallas, triton, group, None"),
-        (nn.Mlp((32,)), "input_norm", "none, rms"),
         (nn.NormDense(32), "norm", "none, layer, rms, block"),
         (nn.NormDense(32), "out", "compute, fp8, both"),
         (nn.CrossNet(32), "implementation", "xla, group, None"),
     ],
-    ids=range(7),
+    ids=range(6),
 )
 def test_an_unknown_attribute_of_a_module_is_refused(
     module, attribute, choices, monkeypatch

@@ -18,20 +18,26 @@ def operands(batch, fields, dim, has_bottom, dtype=jnp.float32):
     return bottom, support.normal(batch, fields, dim, seed=1, dtype=dtype)
 
 
-def plain(bottom, embeddings, multiple):
+def indices(n, pairs):
+    """Returns i and j of each pair, row by row."""
+    kept = [(i, j) for i in range(n) for j in range(n) if eval(pairs)]
+    return tuple(np.array(kept, int).reshape(-1, 2).T)
+
+
+def plain(bottom, embeddings, multiple, pairs):
     """Returns the vectors of each example, and the features, in float64."""
     z = embeddings if bottom is None else np.hstack([bottom[:, None], embeddings])
     z = np.asarray(z, np.float64)
-    rows, cols = np.tril_indices(z.shape[1], -1)
-    pairs = (z @ z.swapaxes(1, 2))[:, rows, cols]
-    features = pairs if bottom is None else np.hstack([z[:, 0], pairs])
+    rows, cols = indices(z.shape[1], pairs)
+    products = (z @ z.swapaxes(1, 2))[:, rows, cols]
+    features = products if bottom is None else np.hstack([z[:, 0], products])
     return z, np.pad(features, ((0, 0), (0, -features.shape[1] % multiple)))
 
 
-def plain_gradients(bottom, embeddings, g):
+def plain_gradients(bottom, embeddings, g, pairs):
     """Returns the gradients in float64."""
-    z, _ = plain(bottom, embeddings, 1)
-    rows, cols = np.tril_indices(z.shape[1], -1)
+    z, _ = plain(bottom, embeddings, 1, pairs)
+    rows, cols = indices(z.shape[1], pairs)
     lead = 0 if bottom is None else z.shape[2]
     of_pairs = np.zeros((len(z), z.shape[1], z.shape[1]))
     g = np.asarray(g, np.float64)
@@ -48,32 +54,39 @@ def assert_close(x, exact, magnitude, terms):
 
 
 @pytest.mark.parametrize(
-    "sizes, has_bottom, dtype, multiple",
+    "sizes, has_bottom, dtype, multiple, pairs",
     [
-        ((4, 1, 8), False, jnp.float32, 1),  # no pairs
-        ((4, 1, 8), True, jnp.bfloat16, 16),
-        ((3, 6, 5), True, jnp.float32, 1),
-        ((5, 26, 16), False, jnp.bfloat16, 16),
+        ((4, 1, 8), False, jnp.float32, 1, "i > j"),  # no pairs
+        ((4, 1, 8), True, jnp.bfloat16, 16, "i > j"),
+        ((3, 6, 5), True, jnp.float32, 1, "i > j"),
+        ((5, 26, 16), False, jnp.bfloat16, 16, "i > j"),
+        ((3, 6, 5), True, jnp.float32, 1, "i >= j"),
+        ((3, 6, 5), False, jnp.float32, 1, "i < j"),
+        ((4, 1, 8), False, jnp.float32, 1, "i <= j"),
+        ((5, 26, 16), False, jnp.bfloat16, 16, "i <= j"),
     ],
 )
 def test_features_and_gradients_are_those_of_the_pairs(
-    sizes, has_bottom, dtype, multiple
+    sizes, has_bottom, dtype, multiple, pairs
 ):
     args = operands(*sizes, has_bottom, dtype)
-    exact = plain(*args, multiple)[1]
+    exact = plain(*args, multiple, pairs)[1]
     g = support.normal(*exact.shape, seed=2, dtype=dtype)
 
     @jax.jit
     def both_ways(args, g):
-        run = functools.partial(dot_features, multiple=multiple)
+        run = functools.partial(dot_features, multiple=multiple, pairs=pairs)
         out, vjp = jax.vjp(run, *args)
         return out, vjp(g)
 
     out, gradients = both_ways(args, g)
     chex.assert_shape(out, exact.shape)
     magnitudes = jax.tree.map(np.abs, (*args, g))
-    assert_close(out, exact, plain(*magnitudes[:2], multiple)[1], terms=sizes[2])
-    exact, bounds = plain_gradients(*args, g), plain_gradients(*magnitudes)
+    assert_close(out, exact, plain(*magnitudes[:2], multiple, pairs)[1], terms=sizes[2])
+    exact, bounds = (
+        plain_gradients(*args, g, pairs),
+        plain_gradients(*magnitudes, pairs),
+    )
     for gradient, wanted, bound in zip(gradients, exact, bounds, strict=True):
         if wanted is not None:
             chex.assert_type([out, gradient], dtype)

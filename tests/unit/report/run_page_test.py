@@ -42,6 +42,7 @@ def test_the_page_tells_the_headline_numbers(page):
         "Log loss, test": ("0.45000", "step 10, the best by NE"),
         "NE, test": ("0.85000", "normalized entropy; best possible 0.80000"),
         "NE gap closed, test": ("75.0 %", "(1 − NE) / (1 − best)"),
+        "NE of a logistic regression": ("0.87654", "on the same rows and columns"),
         "Calibration, test": ("1.0100", "mean p / mean label"),
         "Examples/s": ("12,345,679", "training, without steps that compile"),
         "FP8 sites": ("1 of 3", "fp8_ rowwise"),

@@ -112,7 +112,11 @@ def test_optimizers_and_schedules_are_those_of_the_options():
 
 
 TOLD = """
-{"plan": {"a": 1}, "gradients": {"wire": "bf16", "reason": "r", "num_bytes": 3}}
+{
+  "plan": {"a": 1},
+  "every": 5,
+  "gradients": {"wire": "bf16", "reason": "r", "num_bytes": 3}
+}
 """
 
 
@@ -130,7 +134,10 @@ def test_processes_build_in_turn_what_the_first_has_chosen(monkeypatch, index):
     build_run = lambda plan: events.append(plan) or own  # noqa: E731
     run = build_in_turn(Processes(index, 2), build_run, "saved")
     assert events == (["built", {"a": 1}] if index else ["saved", "built"])
-    assert run.placement.gradient_sum == ("bf16", "r", 3) and run.reviewer is None
+    assert run.placement.gradient_sum == ("bf16", "r", 3)
+    # The first one alone reviews the plan; all observe when it does.
+    assert run.reviewer == (None if index else "reviewer")
+    assert run.config.probe.every == (5 if index else None)
     assert bool(said[0]) == ("int8" in said[0]) == (index == 0)
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     with pytest.raises(ValueError, match="2 processes have 8 devices, and .* are 4"):

@@ -150,7 +150,6 @@ def test_the_model_of_a_run_has_the_tasks_and_columns_of_its_data():
     config = dataclasses.replace(config, loop=LoopConfig(batch_size=2**22))
     model_of(config, dataclasses.replace(two, slots=(509,), **many))
     for change, reason in (
-        (dict(categorical=(), vocab_sizes=()), "at least one categorical column"),
         (dict(further_labels=("z",)), "the data have 2 labels"),
         (dict(slots=(510,), **many), "--loop.batch-size 4194304 times 512 ids"),
     ):

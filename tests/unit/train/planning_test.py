@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import pytest
 
 from loka_jax.dispatch.first_use import CheckedPlan
@@ -46,23 +45,21 @@ def test_a_table_decides(tmp_path):
 
 # FP8 saves a second of two at two sites; three programs of three sites take 11 s.
 @pytest.mark.parametrize(
-    "source, every, steps, processes, observed",
+    "source, every, steps, observed",
     [
-        ("another", None, 20, 1, True),
-        ("another", None, 8, 1, False),  # a short run
-        ("another", None, 20, 2, False),  # whose reviews would change plans apart
-        ("another", 0, 20, 1, False),
-        ("another", 7, 20, 1, False),
-        (None, None, 20, 1, False),  # errors are known
+        ("another", None, 20, True),
+        ("another", None, 8, False),  # a short run
+        ("another", 0, 20, False),
+        ("another", 7, 20, False),
+        (None, None, 20, False),  # errors are known
     ],
 )
 def test_a_run_is_observed_where_finding_out_pays(
-    tmp_path, monkeypatch, source, every, steps, processes, observed
+    tmp_path, source, every, steps, observed
 ):
     times = {"bf16_us": 1e6, "fp8_us": 5e5}
     path = support.write_table(tmp_path / "table.json", source=source, **times)
     run = build_lib.build(_config())
-    monkeypatch.setattr(jax, "process_count", lambda: processes)
     chosen = planning.choose_plan(
         _config(plan=str(path), every=every), run.sites, steps, source=run.source
     )

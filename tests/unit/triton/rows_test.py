@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from loka_jax.normed import NormVectors
 from loka_jax.packed import Packing
 from loka_jax.triton import (
     dot_features,
@@ -127,18 +128,20 @@ def test_merged_lists_are_searched_to_the_last_entry(launches):
         launch.assert_given(halvings=7)  # of 65 places in a list of 64, too
 
 
-def test_parts_of_a_joined_norm_are_written_to_one_array(launches):
+def test_a_joined_norm_keeps_and_writes_only_what_is_read(launches):
     x, dy = ones(11, 8, 20, dtype=BF16), ones(11, 8, 20, dtype=BF16)
     parts = ones(11, 3, 20, dtype=BF16), ones(11, 5, 20, dtype=BF16)
-    y, rstd = joined_norm.joined_norm(parts, x, 1e-3)
+    vectors = NormVectors(gamma=ones(20), beta=ones(20))
+    options = dict(norm="layer", epsilon=1e-3)
+    _, *absent = joined_norm.joined_norm(parts, x, vectors, **options, is_kept=False)
+    y, xhat, rstd = joined_norm.joined_norm(parts, x, **options)
+    assert absent == [None, None] and xhat is y
     for with_dx in (True, False):
-        options = dict(counts=(3, 5), with_dx=with_dx)
-        dparts, dx = joined_norm.joined_norm_backward(dy, y, rstd, **options)
+        options = dict(counts=(3, 5), norm="layer", with_dx=with_dx)
+        dparts, dx, sums = joined_norm.joined_norm_backward(
+            dy, xhat, rstd, vectors, **options
+        )
         assert [d.shape for d in dparts] == [d.shape for d in parts]
         assert dx.shape == x.shape if with_dx else dx is None
-    for i, launch in enumerate(launches):
-        count, first = ((3, 0), (5, 3))[i % 2]
-        launch.assert_given(rows=11 * count, count=count, first=first, n=8, d=20)
-    # The first launch writes to new arrays, the others to those of the one before.
-    expected = {}, {"y_before": "y", "rstd_before": "rstd"}, {}, {"dx_before": "dx"}
-    assert tuple(launch.aliases for launch in launches) == (*expected, {}, {})
+        assert sums.gamma.shape == sums.beta.shape == (20,)
+    assert [launch.grid for launch in launches] == [11, 11, 6, 6]

@@ -18,14 +18,21 @@ __all__ = ["anywhere", "interpreted", "on_gpu"]
 # Embeddings of the parts, and d: of one tile of columns, and of part of one.
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize(
-    "counts, d, in_parts",
-    [((3, 5), 16, False), ((7,), 40, True), ((2, 3, 4), 160, True)],
+    "counts, d, in_parts, norm",
+    [
+        ((3, 5), 16, False, "block"),
+        ((7,), 40, True, "layer"),
+        ((5, 4), 128, False, "rms"),
+        ((2, 3, 4), 160, True, "block"),
+        ((2, 3, 4), 160, False, "layer"),
+    ],
     ids=str,
 )
-def test_triton_gives_the_block_norm(counts, d, in_parts):
-    run = functools.partial(joined.results, in_parts=in_parts, provider="triton")
+def test_triton_gives_the_norm(counts, d, in_parts, norm):
+    run = functools.partial(joined.results, norm=norm, in_parts=in_parts)
+    run = functools.partial(run, provider="triton")
     options = dict(dtype=jnp.bfloat16, limit=2.0**-8, run=run)
-    joined.assert_is_a_block_norm(counts, d, **options)
+    joined.assert_is_a_norm(counts, d, norm, **options)
 
 
 MODELS = [
@@ -34,9 +41,10 @@ MODELS = [
 ]
 
 
+@pytest.mark.parametrize("norm", ["block", "layer"])
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: type(m).__name__)
-def test_models_give_the_same_by_it(model):
-    model = model.clone(recipe="f32", norm="block")
+def test_models_give_the_same_by_it(model, norm):
+    model = model.clone(recipe="f32", norm=norm)
     features = support.normal(16, 13), support.normal(16, 11, 16, seed=1)
     variables = jax.jit(model.init)(jax.random.key(0), *features)
 

@@ -73,6 +73,12 @@ def test_candidates_have_the_scores_of_the_evaluation(trained):
     assert set(model.columns) == {"user", "when", "item", "click"}
     scores = model.scores(table(past[::-1], last))
     (scored,) = read_scores(folder / "run").values()
+    beside = support.summary(folder / "run")["baseline_ne"]  # of the same labels
+    rate = np.mean([label for *_, label in past])
+    labels = np.array([label for *_, label in last])
+    loss = -np.mean(np.where(labels, np.log(rate), np.log1p(-rate)))
+    entropy = -sum(p * np.log(p) for p in (labels.mean(), 1 - labels.mean()))
+    assert beside["mean"] == pytest.approx(loss / entropy, rel=1e-5)
     expected = 1 / (1 + np.exp(-scored.logits.astype(float)))
     if model.config.data.targets == "all":  # windows of other lengths: other positions
         assert scores.shape == expected.shape and np.ptp(scores) > 0

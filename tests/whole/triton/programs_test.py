@@ -137,6 +137,9 @@ def test_an_update_copies_no_table(optimizer):
 # Programs of rows, lists and vectors. Codes come in words of four at least.
 
 N, PACKING = 1_703_936, Packing(2**24, 2, 128)
+PUBLIC, G_UPPER = shape(32768, 27, 128), shape(32768, 378)
+UPPER_BACK = dict(pairs="i <= j")
+UPPER = UPPER_BACK | dict(width=378)
 Z, BOTTOM, G = shape(65536, 26, 16), shape(65536, 16), shape(65536, 384)
 WIDE, BYTES = shape(65536, 63, 256), shape(2, PACKING.row_bytes, dtype=jnp.uint8)
 PACKED, WORDS = dict(packing=PACKING), ["st.global.v", "ld.global.v"]
@@ -152,6 +155,13 @@ RANDOM = shape(2, dtype=jnp.uint32)
         (dot_features.dot_features, (BOTTOM, Z), dict(width=384), ["mma", LOADS]),
         (dot_features.dot_features, (None, WIDE), dict(width=1968), ["mma", LOADS]),
         (dot_features.dot_features_backward, (BOTTOM, Z, G), {}, ["mma", LOADS]),
+        (dot_features.dot_features, (None, PUBLIC), UPPER, ["mma", LOADS]),
+        (
+            dot_features.dot_features_backward,
+            (None, PUBLIC, G_UPPER),
+            UPPER_BACK,
+            ["mma", LOADS],
+        ),
         (row_wire.encode, (TABLE, IDS), dict(codec="e4m3"), WORDS),
         (row_wire.encode, (TABLE, IDS, RANDOM), dict(codec="int8"), WORDS),
         (row_wire.decode, (PAYLOAD, LISTS[1]), dict(codec="bf16", dim=16), WORDS),

@@ -27,23 +27,23 @@ RANDOM = jnp.uint32([0x9ABCDEF0, 0x12345678])  # words that decide roundings
 # Pairs of vectors.
 
 
-def width_of(fields, dim, has_bottom, multiple=None):
+def width_of(fields, dim, has_bottom, multiple, pairs):
     """Returns the columns of the result."""
-    n = fields + has_bottom
-    return interaction.padded(dim * has_bottom + n * (n - 1) // 2, multiple)
+    count = dot_features.count(fields + has_bottom, pairs)
+    return interaction.padded(dim * has_bottom + count, multiple)
 
 
-def check_dot_features(batch, fields, dim, has_bottom, multiple=None):
+def check_dot_features(batch, fields, dim, has_bottom, multiple=None, pairs="i > j"):
     """Checks features and gradients against those of XLA."""
     z = support.normal(batch, fields, dim, seed=1, dtype=BF16)
     args = support.normal(batch, dim, dtype=BF16) if has_bottom else None, z
-    width = width_of(fields, dim, has_bottom, multiple)
-    options = dict(multiple=multiple, implementation="xla")
+    width = width_of(fields, dim, has_bottom, multiple, pairs)
+    options = dict(multiple=multiple, implementation="xla", pairs=pairs)
     by_xla = functools.partial(interaction.dot_features, **options)
     out, vjp = jax.vjp(by_xla, *args)
     g = support.normal(batch, width, seed=2, dtype=BF16)
-    ours = dot_features.dot_features(*args, width=width)
-    ours = ours, *dot_features.dot_features_backward(*args, g)
+    ours = dot_features.dot_features(*args, width=width, pairs=pairs)
+    ours = ours, *dot_features.dot_features_backward(*args, g, pairs=pairs)
     for x, y in zip(ours, (out, *vjp(g)), strict=True):
         assert (x is None) == (y is None)
         if x is None:
@@ -58,17 +58,20 @@ def check_dot_features(batch, fields, dim, has_bottom, multiple=None):
 
 @anywhere_
 @pytest.mark.parametrize(
-    "sizes, has_bottom, multiple",
+    "sizes, has_bottom, multiple, pairs",
     [
-        ((9, 2, 16), False, None),
-        ((17, 26, 16), True, None),
-        ((3, 7, 5), True, 1),
-        ((2, 40, 24), False, 128),
-        ((2, 3, 128), True, 128),
+        ((9, 2, 16), False, None, "i > j"),
+        ((17, 26, 16), True, None, "i > j"),
+        ((3, 7, 5), True, 1, "i > j"),
+        ((2, 40, 24), False, 128, "i > j"),
+        ((2, 3, 128), True, 128, "i > j"),
+        ((3, 7, 5), True, 1, "i >= j"),
+        ((9, 17, 16), False, 1, "i < j"),
+        ((3, 27, 16), False, 1, "i <= j"),
     ],
 )
-def test_features_and_gradients_are_those_of_xla(sizes, has_bottom, multiple):
-    check_dot_features(*sizes, has_bottom, multiple)
+def test_features_and_gradients_are_those_of_xla(sizes, has_bottom, multiple, pairs):
+    check_dot_features(*sizes, has_bottom, multiple, pairs)
 
 
 # Rows cast for the wire.

@@ -65,6 +65,26 @@ def test_blockwise_products_keep_their_rounding():
     assert {4096 * 512, 256 * 512, 4096 * 256} <= set(sizes), casts
 
 
+def test_the_weights_gradient_reads_looked_up_rows_as_they_lie():
+    layer = nn.Dense(256, recipe="fp8_rowwise", use_bias=False)
+
+    def loss(variables, table, ids, x):
+        rows = jnp.concatenate([x, table[ids].reshape(len(ids), -1)], axis=1)
+        return jnp.sum(layer.apply(variables, rows.astype(jnp.bfloat16)) ** 2)
+
+    table, ids = jax.ShapeDtypeStruct((4096, 128), jnp.float32), (8192, 26)
+    x = jax.ShapeDtypeStruct((ids[0], 256), jnp.float32)
+    rows = jax.ShapeDtypeStruct((ids[0], 256 + 26 * 128), jnp.bfloat16)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), rows)
+    ids = jax.ShapeDtypeStruct(ids, jnp.int32)
+    hlo = hopper.compiled(jax.grad(loss), variables, table, ids, x)
+    entry = hlo[hlo.index("\nENTRY ") :]
+    # One copy of the rows, which is transposed while it is cast.
+    assert entry.count(" = bf16[8192,3584]") == 1
+    assert " = bf16[3584,8192]" not in entry
+    assert " = f8e4m3fn[3584,8192]" in entry
+
+
 @pytest.mark.parametrize(
     "first, has_bias", [(fp8.E4M3, True), (fp8.E4M3, False), (fp8.E5M2, True)]
 )

@@ -4,6 +4,7 @@ import dataclasses
 from types import SimpleNamespace
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -266,3 +267,19 @@ def test_a_full_disk_is_said_and_the_review_goes_on(run, monkeypatch):
     said = []
     assert reviewed(run, seen(**GOOD), progress_of(), said) is not None
     assert "not kept for later runs: [Errno 28] No space left" in said[0]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_all_processes_follow_the_first_ones_review(run, monkeypatch, index):
+    expected = reviewed(run, seen(**GOOD), progress_of())
+    told = []
+    monkeypatch.setattr(replan, "same_text", lambda text: told.append(text) or told[0])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for process in (0, index):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        own = run if process == 0 else dataclasses.replace(run, reviewer=None)
+        change = replan.agreed_review(own, seen(**GOOD), progress_of(), print)
+        assert change == expected
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    told.clear()
+    assert replan.agreed_review(run, {}, progress_of(), print) is None

@@ -34,12 +34,13 @@ class Runs:
     def __init__(self, folder):
         cache = str(folder / "xla")
         self.folder, self.environment = folder, {"JAX_PLATFORMS": "cpu"}
+        self.environment["XDG_CACHE_HOME"] = str(folder / "cache")
         self.environment |= {"XLA_FLAGS": XLA_FLAGS, "XLA_CACHE": cache}
 
-    def start(self, name, *options):
-        """Starts two processes."""
+    def start(self, name, *options, devices=4):
+        """Starts two processes, with so many devices each."""
         arguments = self.folder / f"{name}-logs", self.folder / name, *options
-        return Launched(*arguments, script=TRAINEE, devices=4, **self.environment)
+        return Launched(*arguments, script=TRAINEE, devices=devices, **self.environment)
 
     def train(self, name, *options):
         """Trains by two processes to the end of a run."""
@@ -77,6 +78,22 @@ def test_two_processes_give_the_bits_of_one_with_all_devices(runs):
     assert runs.outcome("two") == runs.outcome("one")
     assert runs.outcome("two")[1] == 8
     assert (runs.folder / "two" / "report.html").exists() and "Report:" in out
+
+
+def test_all_processes_enter_fp8_by_the_first_ones_review(tmp_path):
+    slow = dict(bf16_us=2e7, fp8_us=1e7)  # of which a few steps pay for entering FP8
+    table = support.write_table(tmp_path / "table.json", source="another", **slow)
+    runs = Runs(tmp_path)
+    # As many rows a device as those of the table.
+    options = f"table={table}", "shards=2", "batch_size=64", "max_steps=5"
+    job = runs.start("reviewed", *options, devices=1)
+    code, out, errors = job.end()
+    assert code == 0, out + errors + job.log(1)
+    changes = support.summary(tmp_path / "reviewed")["changes"]
+    assert len(changes) == 2
+    for change in changes:
+        assert "fp8_rowwise now: its live errors are within the limits" in change
+        assert change in out and change in job.log(1)
 
 
 @pytest.mark.parametrize("where", ["stall=5", "stall_save=6"], ids=["step", "save"])

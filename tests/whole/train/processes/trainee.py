@@ -2,6 +2,7 @@
 
     python tests/whole/train/processes/trainee.py WORKDIR [max_steps=8] ...
 
+With `table=PATH` sites enter FP8 by live errors, whose times are those of the table.
 With `slow=SECONDS` steps after the first wait for a signal, and then take longer. With
 `stall=STEP` the second process waits for ever before that step, so that it can be
 killed or stopped within one, and with `stall_save=STEP` while that step is saved.
@@ -19,8 +20,9 @@ from pathlib import Path
 import jax
 
 from loka_jax.data import generated
+from loka_jax.dispatch.policy import Limits
 from loka_jax.train.checkpoints import orbax_files
-from loka_jax.train.config import RunOptions
+from loka_jax.train.config import DispatchOptions, ProbeOptions, RunOptions
 from loka_jax.train.loop import Loop
 from loka_jax.train.mesh.devices import MeshConfig
 from loka_jax.train.processes.group import leave
@@ -37,6 +39,7 @@ def main() -> int:
     options = dict(argument.split("=") for argument in sys.argv[2:])
     jax.config.update("jax_compilation_cache_dir", os.environ["XLA_CACHE"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    table = options.pop("table", None)
     numbers = {name: int(value) for name, value in options.items()}
     sum_in_order()
     generated.best_possible_ne = lambda *_: (0.5, 0.0)  # of a million examples
@@ -47,15 +50,20 @@ def main() -> int:
     if int(os.environ.get("RANK", 0)) == 1:
         hang_in(Loop, "step", lambda loop, _: loop.progress.step == stall)
         hang_in(orbax_files, "begin", lambda path, *_: path.name == str(stall_save))
-    resume = bool(numbers.pop("resume", 0))
+    resume, shards = bool(numbers.pop("resume", 0)), numbers.pop("shards", 8)
     config = support.config(workdir, **SMALL | numbers)
     config = dataclasses.replace(
         config,
         # Which draws how rows are rounded by the step.
         embedding=dataclasses.replace(config.embedding, dtype="bf16"),
-        mesh=MeshConfig(shards=8, replicas=1),
+        mesh=MeshConfig(shards=shards, replicas=1),
         run=RunOptions(workdir=workdir, resume=resume, watchdog=watchdog),
     )
+    if table is not None:
+        probe = ProbeOptions(every=1, recipes=("fp8_rowwise",))
+        # Of few examples, whose errors differ widely from step to step.
+        dispatch = DispatchOptions(limits=Limits(healthy=3.0, worst_row=30.0))
+        config = dataclasses.replace(config, plan=table, probe=probe, dispatch=dispatch)
     return train(config, sys.argv).exit_code
 
 
@@ -68,6 +76,8 @@ def sum_in_order() -> None:
 
     def psum(x, axis_name):
         def add(leaf):
+            if axis_name == ():
+                return leaf
             first, *others = jax.lax.all_gather(leaf, axis_name)
             return functools.reduce(jax.numpy.add, others, first)
 

@@ -1,0 +1,250 @@
+"""Tells what the columns of a table are: label, time, weight, and kinds of features.
+
+By the first rows of the training file. What options name stays as they say; a feature
+option that is given names all columns of its kind. Nothing is guessed of what a label
+may leak into: columns that look like a further label are left out.
+"""
+
+import dataclasses
+import re
+from collections import defaultdict
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from loka_jax.data.blocks import NULL_WORDS, BadRows, element_type, pc, plain
+from loka_jax.data.config import DataConfig, columns_of
+from loka_jax.data.files import Sources, column_types, find_sources, listed, reader_of
+from loka_jax.data.values import MISSING_WORDS, as_dates
+from loka_jax.terminal import clip
+
+_ROWS = 100_000  # that are looked at
+_FEW = 50  # values of whole numbers that are names rather than amounts
+_OWN = 0.9  # share of different values of a column that says nothing of other rows
+_LEAST = 200  # rows that a share can be judged by
+_LABELS = frozenset(
+    "label click clicks clicked is_click is_clicked target y conversion converted "
+    "is_conversion purchase purchased buy bought like liked correct".split()
+)
+_WEIGHTS = frozenset("weight weights sample_weight example_weight".split())
+_TIMES = frozenset(
+    "time timestamp ts date datetime day dt event_time event_date created_at".split()
+)
+# Words in the names of whole numbers that are no amounts.
+_NAMES = frozenset(
+    "id ids hash code zip key user member customer item product sku ad campaign "
+    "advertiser publisher creative banner brand shop store seller category cat type "
+    "device os browser country region city state site page url query skill problem "
+    "movie song artist video channel genre".split()
+)
+
+
+class Inferred(NamedTuple):
+    """What the columns of a table are.
+
+    Attributes:
+        config: the options with all columns named.
+        notes: the lines that say so.
+    """
+
+    config: DataConfig
+    notes: tuple[str, ...]
+
+
+class _Column(NamedTuple):
+    """A column: its kind, and what is said beside its name."""
+
+    kind: str
+    note: str = ""
+
+
+def infer_columns(config: DataConfig) -> Inferred:
+    """Returns the options with the columns that they do not name.
+
+    Raises:
+        ValueError: if no column is clearly the label, or none is left for the model.
+    """
+    sources = find_sources(config)
+    path = sources.train[0]
+    types = column_types(config, path)
+    nested = {n for n, t in types.items() if t and pa.types.is_nested(element_type(t))}
+    names = tuple(name for name in types if name not in nested)
+    table = _first_rows(config, path, names)
+    columns = {name: _look(name, table.column(name), table.num_rows) for name in names}
+    columns |= {name: _Column("left out", "no numbers or text") for name in nested}
+    config = _with_roles(config, columns, sources)
+    named = {*columns_of(config).labels, config.time, config.weight}
+    named |= {*config.weights_of_multi.values()}
+    features = ("categorical", "multi", "dense")
+    given = {kind: getattr(config, kind) for kind in features}
+    named |= {name for names in given.values() for name in names}
+    found = defaultdict(list)
+    for name, (kind, _) in columns.items():
+        if name not in named:
+            found[kind].append(name)
+    chosen = {kind: given[kind] or tuple(found[kind]) for kind in features}
+    if not any(chosen.values()):
+        raise ValueError(
+            f"{path} has no column for the model beside {listed(sorted(names))}: name "
+            "some with --data.categorical or --data.dense."
+        )
+    if any(columns[name].note == "text with |" for name in chosen["multi"]):
+        chosen["separator"] = config.separator or "|"
+    config = dataclasses.replace(config, **chosen)
+    return Inferred(config, tuple(_notes(config, columns, str(path), table)))
+
+
+def _first_rows(config: DataConfig, path, names: tuple[str, ...]) -> pa.Table:
+    blocks, rows = [], 0
+    reader = reader_of(config, path)
+    for block in reader(str(path), names, BadRows(config.max_bad_rows)):
+        blocks.append(block.table)
+        rows += block.table.num_rows
+        if rows >= _ROWS:
+            break
+    return pa.concat_tables(blocks, promote_options="permissive").slice(0, _ROWS)
+
+
+def _with_roles(
+    config: DataConfig, columns: dict[str, _Column], sources: Sources
+) -> DataConfig:
+    """Returns the options with label, weight and time."""
+    roles: dict[str, str] = {}
+    given = {*config.labels, *config.categorical, *config.multi, *config.dense}
+    free = [name for name in columns if name not in given]
+    if not config.labels and config.label not in columns:
+        may_be = [n for n in free if columns[n].kind == "label"]
+        if config.label != DataConfig().label or len(may_be) != 1:
+            which = f"{', '.join(may_be)} may be the label"
+            raise ValueError(
+                f"no column is named {config.label!r}, and "
+                f"{which if may_be else 'none holds 0 and 1 under a usual name'}: name "
+                "it with --data.label, or several with --data.labels."
+            )
+        roles["label"] = may_be[0]
+    weights = [name for name in free if columns[name].kind == "weight"]
+    if config.weight is None and weights:
+        roles["weight"] = weights[0]
+    times = [name for name in free if columns[name].kind == "time"]
+    if config.time is None and times and not sources.valid:
+        roles["time"] = min(times, key=lambda name: "date" not in columns[name].note)
+    return dataclasses.replace(config, **roles)
+
+
+def _look(name: str, column: pa.ChunkedArray, rows: int) -> _Column:
+    """Returns what a column is by its name and values."""
+    array = plain(column.combine_chunks())
+    if element_type(array.type) != array.type:
+        return _look_at_lists(array)
+    if name.startswith("__index_level_"):
+        return _Column("left out", "an index of pandas")
+    if as_dates(array) is not None and array.null_count == 0:
+        return _Column("time", "a date")
+    is_text = pa.types.is_string(array.type) or pa.types.is_large_string(array.type)
+    values, numbers = array.drop_null(), None
+    if is_text:
+        array = pc.utf8_trim_whitespace(array)
+        words = pa.array(["", *NULL_WORDS], array.type)
+        values = array.filter(pc.invert(pc.is_in(array, words))).drop_null()
+        numbers = _as_numbers(values)
+    elif _is_number(array.type):
+        numbers = values.cast(pa.float64(), safe=False)
+    different = len(pc.unique(values))
+    if different <= 1:
+        return _Column("left out", "one value" if different else "no value")
+    if numbers is not None:
+        return _look_at_numbers(name, numbers, different)
+    if is_text and _has_bars(values):
+        return _Column("multi", "text with |")
+    if different > _OWN * len(values) and len(values) >= _LEAST:
+        return _Column("left out", "a value of its own in nearly each row")
+    return _Column("categorical", f"{different:,}")
+
+
+def _look_at_lists(array: pa.Array) -> _Column:
+    values = pc.list_flatten(array).drop_null()
+    if pa.types.is_floating(values.type):
+        return _Column("left out", "lists of fractions, as weights are")
+    return _Column("multi", f"{len(pc.unique(values)):,}")
+
+
+def _look_at_numbers(name: str, numbers: pa.Array, different: int) -> _Column:
+    low, high = pc.min_max(numbers).as_py().values()
+    is_whole = pc.all(pc.equal(numbers, pc.floor(numbers))).as_py()
+    plain_name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    words = {*re.split(r"[^a-z]+", plain_name)}
+    if plain_name in _LABELS and different == 2 and (low, high) == (0, 1):
+        return _Column("label")
+    if plain_name in _WEIGHTS and low >= 0:
+        return _Column("weight")
+    if plain_name in _TIMES:
+        return _Column("time")
+    if not is_whole:
+        return _Column("dense")
+    is_name = bool(words & _NAMES) or max(-low, high) >= 2**31
+    if is_name and different > _OWN * len(numbers) and len(numbers) >= _LEAST:
+        return _Column("left out", "a value of its own in nearly each row")
+    if is_name or (different <= _FEW and 4 * different <= len(numbers)):
+        return _Column("categorical", f"{different:,}")
+    return _Column("dense")
+
+
+def _as_numbers(values: pa.Array) -> pa.Array | None:
+    """Returns texts as numbers, without missing ones; None if one is no number."""
+    is_missing = pc.is_in(values, pa.array(MISSING_WORDS, values.type))
+    try:
+        return values.filter(pc.invert(is_missing)).cast(pa.float64())
+    except pa.ArrowInvalid:
+        return None
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    return is_number or pa.types.is_decimal(kind)
+
+
+def _has_bars(values: pa.Array) -> bool:
+    """Returns whether texts are lists of few values with a bar between them."""
+    lists = values.filter(pc.match_substring(values, "|"))
+    if 2 * len(lists) < len(values):
+        return False
+    parts = pc.list_flatten(pc.split_pattern(lists, "|"))
+    return 2 * len(pc.unique(parts)) <= len(pc.unique(lists))
+
+
+def _notes(config: DataConfig, columns: dict[str, _Column], path: str, table):
+    """Yields the lines that say what the columns are, and how to change that."""
+    labels = columns_of(config).labels
+    roles = {"label": labels, "time": (config.time,), "weight": (config.weight,)}
+    kinds = {
+        **roles,
+        "categorical": config.categorical,
+        "multi-valued": config.multi,
+        "dense": config.dense,
+    }
+    used = {name for names in kinds.values() for name in names}
+    used |= {*config.weights_of_multi.values()}
+    yield f"Columns of {path}, by its first {table.num_rows:,} rows:"
+    for kind, names in kinds.items():
+        if shown := [_shown(n, columns) for n in names if n is not None]:
+            yield f"  {kind}: {', '.join(shown)}"
+    others = {n: c for n, c in columns.items() if n not in used}
+    why = {"label": "may be a label", "time": "a time", "weight": "a weight"}
+    if others:
+        said = (
+            f"{clip(n)} ({why.get(c.kind) or c.note or c.kind})"
+            for n, c in others.items()
+        )
+        yield f"  left out: {', '.join(said)}"
+    options = ("categorical", "multi", "dense")
+    line = (
+        f"--data.{name} {' '.join(map(clip, getattr(config, name)))}"
+        for name in options
+        if getattr(config, name)
+    )
+    yield f"To change a kind, name all of its columns: {' '.join(line)}"
+
+
+def _shown(name: str, columns: dict[str, _Column]) -> str:
+    note = columns[name].note if name in columns else ""
+    return f"{clip(name)} ({note} values)" if note[:1].isdigit() else clip(name)

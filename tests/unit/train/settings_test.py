@@ -1,0 +1,67 @@
+"""Settings by the rows, labels and values of a table."""
+
+import dataclasses
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from experiments.configs import get_config
+from loka_jax.data import DataConfig
+from loka_jax.train import settings
+from loka_jax.train.settings import settings_for
+
+
+def config(path, name="table", **options):
+    data = DataConfig(kind="table", path=str(path), **options)
+    return dataclasses.replace(get_config(name), data=data)
+
+
+@pytest.fixture
+def file(tmp_path):
+    draw = np.random.default_rng(0)
+    columns = {name: draw.integers(0, 2, 4000) for name in ("click", "buy")}
+    columns |= {"user": draw.integers(0, 50, 4000), "x": draw.normal(0, 1, 4000)}
+    parquet.write_table(pa.table(columns), tmp_path / "log.parquet")
+    return tmp_path / "log.parquet"
+
+
+def chosen(file, name="table", **options):
+    options = {"label": "click", "cache": str(file.parent / "cache"), **options}
+    return settings_for(config(file, name, **options), lambda _: None)
+
+
+def test_few_rows_have_small_batches_and_more_validation_rows(file):
+    found, said = chosen(file), []
+    assert found.data.categorical == ("user",) and found.data.dense == ("x",)
+    assert found.data.valid_fraction == 0.2
+    rows = 4000 * 0.8
+    assert found.loop.batch_size == 64 and found.loop.epochs == 20
+    assert found.loop.eval_every == pytest.approx(rows / 64 / 4, abs=2)
+    assert found.optim.rows == "adam"
+    assert found.optim.rows_l2 == pytest.approx(10 / rows, rel=0.05)
+    assert found.optim.plateau_patience and found.optim.best_by == "ne"
+    settings_for(config(file, label="click"), said.append)
+    assert any("categorical: user (50 values)" in line for line in said)
+
+
+def test_many_rows_and_huge_tables_have_others(file, monkeypatch):
+    monkeypatch.setattr(settings, "_FEW_ROWS", 100)
+    monkeypatch.setattr(settings, "_MANY_ROWS", 1000)
+    monkeypatch.setattr(settings, "_STEPS", 4)
+    monkeypatch.setattr(settings, "_HUGE_TABLES", 10)
+    found = chosen(file)
+    assert found.data.valid_fraction == 0.1
+    assert (found.loop.batch_size, found.loop.epochs) == (512, 4)
+    assert (found.optim.rows, found.optim.rows_l2) == ("rowwise_adagrad", 0.0)
+
+
+def test_a_task_for_each_label(file):
+    found = chosen(file, "table_mmoe", label="label", labels=("click", "buy"))
+    assert found.model.num_tasks == 2 and found.data.dense == ("x",)
+
+
+def test_what_is_chosen_is_chosen_again(file):
+    found = chosen(file)
+    assert settings_for(found, lambda _: None) == found
