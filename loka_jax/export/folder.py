@@ -83,7 +83,7 @@ def export_run(
     source = open_run(workdir, best=True)
     if source.config.data.is_log:
         raise ValueError(
-            f"{source.workdir} is a run on an event log, and an exported model scores "
+            f"{workdir} is a run on an event log, and an exported model scores "
             "rows apart: score files of events with experiments/predict.py."
         )
     if source.saved.meta.get("encoding") is None:
