@@ -18,7 +18,7 @@ from loka_jax.train.build import Run
 from loka_jax.train.checkpoints import row_layout
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.config import Config
-from loka_jax.train.evaluation import quality
+from loka_jax.train.evaluation import Evaluated, evaluate, logged
 from loka_jax.train.folder.record import AMAXES, PLAN, SCALES, RunRecord
 from loka_jax.train.logs import log_lines
 from loka_jax.train.logs.progress import TrainingProgress
@@ -27,7 +27,7 @@ from loka_jax.train.processes import watchdog
 from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import scales_initialized
-from loka_jax.train.watch import guard, replan
+from loka_jax.train.watch import confirm, guard, replan
 from loka_jax.train.watch.guard import Diverged
 from loka_jax.train.watch.host_state import Moment, Progress, gone_back, restored
 from loka_jax.train.watch.looks import Looks
@@ -299,8 +299,8 @@ class Loop:
         self._refuse_skipping()
         self._sync()
         with self.display.doing("evaluating"):
-            values = quality(self.run, self.state, self.run.splits.valid)
-        line = log_lines.evaluation(self.progress, values)
+            evaluated = evaluate(self.run, self.state, self.run.splits.valid)
+        line = log_lines.evaluation(self.progress, logged(evaluated))
         self.record.log(line)
         self.display.evaluation(self.progress.step, line)
         plateau, optim = self.progress.plateau, self.run.config.optim
@@ -313,7 +313,22 @@ class Loop:
                     self.best.save(self.progress.step, self.state, self._meta())
         lr_scale = jnp.asarray(after.lr_scale, jnp.float32)
         self.state = dataclasses.replace(self.state, lr_scale=lr_scale)
+        if confirm.is_due(self.run, self.progress) and not self._ends():
+            self._confirm(evaluated)
         self.clock.restart()
+
+    def _confirm(self, evaluated: Evaluated):
+        """Compares FP8 of the plan with bfloat16 on the same validation examples."""
+        plain = confirm.in_bfloat16(self.run)
+        with self.display.doing("evaluating in bfloat16"):
+            in_bf16 = evaluate(plain, self.state, self.run.splits.valid)
+        both = (confirm.Scored(*x[1:]) for x in (evaluated, in_bf16))
+        said, change = confirm.confirmed(self.run, self.progress, *both)
+        if change.said:
+            self._change(change)
+            return
+        self.display.say(said)
+        self.progress = change.progress
 
     def _save(self):
         """Saves the state, unless it is not healthy: older checkpoints may be."""

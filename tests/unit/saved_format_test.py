@@ -125,9 +125,9 @@ def test_the_form_of_a_checkpoint_has_this_number():
     shapes = (f"{keystr(at)[1:]}{[*x.shape]}" for at, x in statistics)
     forms.append(" ".join(shapes).replace(", ", ","))
     assert (saved_format.RUN, *forms) == (
-        10,
+        11,
         "step position examples seconds plateau best changes returns drift "
-        "unsafe broken replanned guard scale_watch days",
+        "unsafe broken replanned confirmed guard scale_watch days",
         "step params fp8 batch_stats probe opt_state table row_state lr_scale skipped "
         "skipped_in_a_row bad_ids grad_norm metrics",
         "lhs.moments.count[] lhs.moments.mean[4] lhs.moments.scatter[1,4,4] "
