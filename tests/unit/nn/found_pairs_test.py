@@ -61,6 +61,8 @@ NOT_FOUND = [
     lambda z: (2 * gram(z))[:, *UPPER],
     lambda z: gram(z)[:, LOWER[0][::-1], LOWER[1][::-1]],
     lambda z: jnp.roll(gram(z), 1, axis=0)[:, *UPPER],
+    lambda z: gram(z.astype(jnp.int32))[:, *UPPER],
+    lambda z: gram(z.astype(jnp.complex64))[:, *UPPER],
     lambda z: (z @ z[::-1].swapaxes(1, 2))[:, *UPPER],
     lambda z: [jnp.sum(g := gram(z)), g[:, *UPPER]],
 ]
