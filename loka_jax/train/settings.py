@@ -5,9 +5,8 @@ import math
 from collections.abc import Callable
 
 from loka_jax.data import open_data
-from loka_jax.data.files import existing
 from loka_jax.data.infer import infer_columns
-from loka_jax.data.shards import is_shard_folder
+from loka_jax.data.open import shards_of
 from loka_jax.models import Mmoe
 from loka_jax.optim import OptimConfig
 from loka_jax.train.config import Config, LoopConfig
@@ -37,7 +36,7 @@ def settings_for(config: Config, say: Callable[[str], None]) -> Config:
         ValueError: one sentence with the file, column or option, and the remedy.
     """
     data = config.data
-    if data.path is None or not is_shard_folder(existing(data.path)):
+    if shards_of(data) is None:
         inferred = infer_columns(data)
         data = inferred.config
         for line in inferred.notes:

@@ -54,7 +54,7 @@ def test_predict(passed_on):
     line = ["--workdir", "run", "--out", "s.csv", "--data.path", "new.csv"]
     seen, said = passed_on(predict, *line)
     expected = {"workdir": PATH("run"), "plan": "saved", "shards": 1, "keys": ()}
-    expected |= {"path": "new.csv", "out": PATH("s.csv")}
+    expected |= {"path": "new.csv", "out": PATH("s.csv"), "where": None}
     assert seen == expected
     assert said == [
         "Reading run ...",
