@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 from pyarrow import csv, parquet
 
-from loka_jax.data.blocks import BadRows
+from loka_jax.data.blocks import BadRows, Block
+from loka_jax.data.config import DataConfig
 from loka_jax.data.files import find_files, reader_of, unchanged
 from loka_jax.data.filters import Filter, parse_filter
-from loka_jax.data.places import stamp_of
+from loka_jax.data.places import DataFile, stamp_of
 from loka_jax.data.values import Counts
 from loka_jax.predict.predictor import Predictor
 
@@ -63,23 +64,18 @@ def score_file(
         ValueError: one sentence with the file, the row or the column and the remedy.
         OSError: if `out` cannot be written.
     """
-    paths = (str(path),) if isinstance(path, str | os.PathLike) else tuple(path)
+    paths = as_texts(path)
     out = pathlib.Path(out).expanduser()
     names = (SCORE,)
     if len(predictor.tasks) > 1:
         names = tuple(f"{SCORE}_{task}" for task in predictor.tasks)
-    rule = Filter(()) if where is None else parse_filter(where, "--data.where")
-    files = find_files(paths, rule)
+    files, rule = chosen_files(paths, where)
     _check_names(out, keys, names)
     start, rows, counts = time.monotonic(), 0, Counts()
     config = predictor.encoding.config
     bad_rows = BadRows(config.max_bad_rows)
-    columns = tuple(dict.fromkeys((*predictor.columns, *keys, *rule.columns)))
-    blocks = (
-        block.filter(rule.mask(block))
-        for file in files
-        for block in reader_of(config, file)(str(file), columns, bad_rows)
-    )
+    columns = (*predictor.columns, *keys)
+    blocks = blocks_of(config, files, rule, columns, bad_rows)
     with unchanged({file: stamp_of(file) for file in files}), _new_file(out) as write:
         for table, scores in predictor.scored(blocks, counts):
             scored = table.select(keys)
@@ -97,6 +93,33 @@ def score_file(
     seconds = time.monotonic() - start
     warnings = counts.warnings("the rows")
     return Scored(rows, bad_rows.count, seconds, counts.report(), warnings)
+
+
+def as_texts(path: str | os.PathLike | Sequence[str]) -> tuple[str, ...]:
+    """Returns one or several paths as texts."""
+    return (str(path),) if isinstance(path, str | os.PathLike) else tuple(path)
+
+
+def chosen_files(
+    paths: tuple[str, ...], where: str | None
+) -> tuple[tuple[DataFile, ...], Filter]:
+    """Returns the files of paths, and which of their rows are meant."""
+    rule = Filter(()) if where is None else parse_filter(where, "--data.where")
+    return find_files(paths, rule), rule
+
+
+def blocks_of(
+    config: DataConfig,
+    files: tuple[DataFile, ...],
+    rule: Filter,
+    columns: tuple[str, ...],
+    bad_rows: BadRows,
+) -> Iterator[Block]:
+    """Yields the rows that are meant, with these columns."""
+    columns = tuple(dict.fromkeys((*columns, *rule.columns)))
+    for file in files:
+        for block in reader_of(config, file)(str(file), columns, bad_rows):
+            yield block.filter(rule.mask(block))
 
 
 def _check_keys(out: pathlib.Path, keys: pa.Table) -> None:
