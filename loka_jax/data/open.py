@@ -27,7 +27,8 @@ from loka_jax.data.config import (
     without_files,
 )
 from loka_jax.data.convert import convert
-from loka_jax.data.files import Sources, existing, find_sources, left_out, stamp_of
+from loka_jax.data.files import Sources, filters_of, find_sources, left_out
+from loka_jax.data.places import address_of, stamp_of
 from loka_jax.data.reader import ShardDataset
 from loka_jax.data.saved_encoding import digest_of, load_encoding
 from loka_jax.data.shards import SPLITS, ShardFolder, is_shard_folder, open_shards
@@ -66,6 +67,12 @@ class Splits:
         return dataclasses.replace(self, train=train, valid=valid, test=test)
 
     @property
+    def files(self) -> dict[str, dict]:
+        """The size and time of each file, by its address, by split; none of shards."""
+        splits = self.report.get("splits", {})
+        return {name: part.get("stamps", {}) for name, part in splits.items()}
+
+    @property
     def encoding_digest(self) -> str | None:
         """The digest of the encoding; None for generated data."""
         return None if self.folder is None else digest_of(self.folder)
@@ -89,10 +96,11 @@ def open_data(
         config = _with_options_of(base, config)
     if config.kind == "generated":
         return _open_generated(config, seed)
-    if config.path is None or not is_shard_folder(existing(config.path)):
+    path = shards_of(config)
+    if path is None:
         return _splits(open_shards(cached_shards(config, find_sources(config), base)))
-    folder = open_shards(pathlib.Path(config.path).expanduser())
-    for name in ("valid", "test"):
+    folder = open_shards(path)
+    for name in ("train", "valid", "test"):
         if getattr(config, name) is not None:
             raise ValueError(
                 f"{folder.path} holds shards of all splits: leave out --data.{name}."
@@ -105,6 +113,12 @@ def open_data(
             "name the files that it was converted from with --data.path."
         )
     return _splits(folder)
+
+
+def shards_of(config: DataConfig) -> pathlib.Path | None:
+    """Returns the folder of shards that `config` names; None if it names files."""
+    path = pathlib.Path(*config.paths[:1]).expanduser()
+    return path if len(config.paths) == 1 and is_shard_folder(path) else None
 
 
 def _splits(folder: ShardFolder) -> Splits:
@@ -220,18 +234,24 @@ def cached_shards(
     except ValueError:
         if not is_shard_folder(target):  # no other run finished it meanwhile
             raise
+    if find_sources(config) != sources:
+        raise ValueError(
+            f"files appeared in {', '.join(config.paths)} while they were read, or are "
+            "gone: wait until all are complete, then start again."
+        )
     return target
 
 
 def _cache_name(config: DataConfig, sources: Sources) -> str:
     files = [
-        [split, str(path.resolve()), *stamp_of(path)]
+        [split, address_of(path), *stamp_of(path)]
         for split, paths in sources._asdict().items()
         for path in paths
     ]
     options = msgspec.to_builtins(without_files(config))
     key = [saved_format.SHARDS, _READING, options, files]
     key += left_out(config, sources)  # which the report names
+    key += sorted(filters_of(config).items())
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
 

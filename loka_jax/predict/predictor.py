@@ -99,6 +99,13 @@ class Predictor:
         Memory is bounded, however many blocks there are. A score that is no number is a
         ValueError.
         """
+        for table, logits in self.with_logits(blocks, counts):
+            yield table, _probabilities(logits)
+
+    def with_logits(
+        self, blocks: Iterable[Block], counts: Counts
+    ) -> Iterator[tuple[pa.Table, np.ndarray]]:
+        """Yields the rows of the blocks with their logits, likewise."""
         waiting: collections.deque[pa.Table] = collections.deque()
         refusal = _REFUSAL if self.encoding.config.bad == "strict" else None
 
@@ -111,7 +118,7 @@ class Predictor:
 
         ready = self._no_scores()
         for logits in self._logits(records()):
-            ready = np.concatenate([ready, _probabilities(logits)])
+            ready = np.concatenate([ready, logits])
             while waiting and len(ready) >= (size := waiting[0].num_rows):
                 yield waiting.popleft(), ready[:size]
                 ready = ready[size:]

@@ -351,6 +351,7 @@ class Loop:
             "config": self.run.config.identity(),
             "plan": as_json(self.run.plan),
             "data": self.run.splits.identity,
+            "files": self.run.splits.files,
             "encoding": self.run.splits.encoding_digest,
             row_layout.KEY: self.run.placement.layout.shards,
             **self.run.placement.choices(),

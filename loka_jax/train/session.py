@@ -16,6 +16,7 @@ from rich.console import Console
 from loka_jax import jsonfile
 from loka_jax.commands import as_commands
 from loka_jax.data import Position
+from loka_jax.data.places import changes
 from loka_jax.dispatch.plan import as_json
 from loka_jax.dispatch.printing import plain, print_plan, print_sites
 from loka_jax.report.run_page import write_run_page
@@ -55,7 +56,7 @@ _MAY_CHANGE = (
     "loop.on_divergence",
     *("mesh", "collectives", "optim.rows_c"),  # c follows the groups of the mesh
     # Where the data lie; what they hold is compared with the checkpoint's.
-    *("data.path", "data.valid", "data.test", "data.cache"),
+    *("data.path", "data.train", "data.valid", "data.test", "data.cache"),
 )
 
 
@@ -203,6 +204,7 @@ def _build(
         return run
     changed = jsonfile.explain_mismatch(saved.meta.get("data"), run.splits.identity)
     if changed:
+        changed = [*changes(saved.meta.get("files", {}), run.splits.files), *changed]
         raise ValueError(
             f"the data differ from those of the checkpoint at step {saved.step} "
             f"({'; '.join(changed[:5])}): put the old data back, or train in another "

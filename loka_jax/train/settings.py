@@ -4,13 +4,21 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from loka_jax.data import open_data
-from loka_jax.data.files import existing
+from loka_jax.data import DataConfig, open_data
 from loka_jax.data.infer import infer_columns
-from loka_jax.data.shards import is_shard_folder
-from loka_jax.models import Mmoe
+from loka_jax.data.open import shards_of
+from loka_jax.models import Dcnv2, Dhen, Dlrm, Mmoe, Wukong
 from loka_jax.optim import OptimConfig
-from loka_jax.train.config import Config, LoopConfig
+from loka_jax.train.config import (
+    Config,
+    Dcnv2Config,
+    DhenConfig,
+    DlrmConfig,
+    EmbeddingConfig,
+    LoopConfig,
+    MmoeConfig,
+    WukongConfig,
+)
 
 _FEW_ROWS = 10_000  # of which a fifth validates: a tenth says too little
 _STEPS = 200  # of an epoch, at least, where batches have more than 64 rows
@@ -19,6 +27,62 @@ _MANY_ROWS = 1_000_000  # of training, of which few epochs are enough
 _HUGE_TABLES = 1_000_000  # rows, all of which L2 would update in each step
 _L2 = 10.0  # of all rows together, as of a regression
 _EVALUATIONS = 4  # an epoch
+
+
+# The recipe that adds the fewest kernels where XLA runs all sites.
+_OPTIONS = {
+    "first_order": True,
+    "dropout_rate": 0.3,
+    "recipe": "fp8_tensorwise_delayed_bf16_drhs",
+}
+_STACKED = _OPTIONS | {
+    "bottom_mlp": (64,),
+    "dense_embeddings": 4,
+    "num_layers": 1,
+    "top_mlp": (128,),
+}
+
+
+def table_config(model: str = "dlrm") -> Config:
+    """Returns the configuration of a table of one's own, without what follows from it.
+
+    Args:
+        model: `dlrm`, `dcnv2`, `wukong`, `dhen` or `mmoe`.
+    """
+    configs = {
+        "dlrm": lambda **rest: DlrmConfig(
+            model=Dlrm(bottom_mlp=(64,), top_mlp=(128,), interaction="cat", **_OPTIONS),
+            **rest,
+        ),
+        "dcnv2": lambda **rest: Dcnv2Config(
+            model=Dcnv2(num_cross_layers=2, deep_mlp=(128,), **_OPTIONS), **rest
+        ),
+        "wukong": lambda **rest: WukongConfig(
+            model=Wukong(
+                fm_embeddings=8, lcb_embeddings=8, k=8, fmb_mlp=(64,), **_STACKED
+            ),
+            **rest,
+        ),
+        "dhen": lambda **rest: DhenConfig(
+            model=Dhen(
+                dot=8, cross=8, linear=8, dot_mlp=(64,), cross_rank=32, **_STACKED
+            ),
+            **rest,
+        ),
+        "mmoe": lambda **rest: MmoeConfig(
+            model=Mmoe(
+                bottom_mlp=(64,), expert_mlp=(128,), tower_mlp=(64,), **_OPTIONS
+            ),
+            **rest,
+        ),
+    }
+    if model not in configs:
+        raise ValueError(f"the model {model!r} must be one of {', '.join(configs)}.")
+    return configs[model](
+        name=f"table_{model}",
+        data=DataConfig(kind="table"),
+        embedding=EmbeddingConfig(dim=16, init_stddev=1e-4),
+    )
 
 
 def settings_for(config: Config, say: Callable[[str], None]) -> Config:
@@ -37,7 +101,7 @@ def settings_for(config: Config, say: Callable[[str], None]) -> Config:
         ValueError: one sentence with the file, column or option, and the remedy.
     """
     data = config.data
-    if data.path is None or not is_shard_folder(existing(data.path)):
+    if shards_of(data) is None:
         inferred = infer_columns(data)
         data = inferred.config
         for line in inferred.notes:

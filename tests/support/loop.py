@@ -62,6 +62,7 @@ def _splits():
         report={},
         encoding_digest="a digest",
         folder=None,
+        files={},
     )
 
 

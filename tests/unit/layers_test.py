@@ -23,7 +23,7 @@ measure
 dispatch
 train
 survey predict
-export
+export fitting
 """
 TRAIN = """
 processes tables metrics baselines
