@@ -125,6 +125,15 @@ class Loop:
             return Moment(self.run, self.state, self.progress)
         return restored(self.best, saved, self.run)
 
+    def keep_start(self, state: TrainState):
+        """Makes the state before the first step the best one."""
+        start = Progress(position=Position(0, 0, self.run.config.seed))
+        meta = self._meta() | {"progress": dataclasses.asdict(start)}
+        self.best.wait()
+        self.best.drop_after(-1)
+        self.best.save(0, state, meta)
+        self.best.wait()
+
     def step(self, pairs: Sequence[tuple[Position, Batch]]):
         """Trains on batches by one call, and moves `state` and `progress` on."""
         step, (positions, batches) = self.progress.step, zip(*pairs, strict=True)

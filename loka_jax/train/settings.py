@@ -25,7 +25,7 @@ _STEPS = 200  # of an epoch, at least, where batches have more than 64 rows
 _BATCHES = 64, 8192  # the smallest and the largest
 _MANY_ROWS = 1_000_000  # of training, of which few epochs are enough
 _HUGE_TABLES = 1_000_000  # rows, all of which L2 would update in each step
-_L2 = 10.0  # of all rows together, as of a regression
+_L2 = 20.0  # of all rows together
 _EVALUATIONS = 4  # an epoch
 
 
@@ -81,7 +81,7 @@ def table_config(model: str = "dlrm") -> Config:
     return configs[model](
         name=f"table_{model}",
         data=DataConfig(kind="table"),
-        embedding=EmbeddingConfig(dim=16, init_stddev=1e-4),
+        embedding=EmbeddingConfig(dim=16, init_stddev=0.05),
     )
 
 
@@ -92,10 +92,9 @@ def settings_for(config: Config, say: Callable[[str], None]) -> Config:
     rows. Then by the training rows n and the rows R of all tables:
 
         batch    the power of two below n / 200, 64 to 8192
-        rates    3e-4 for few rows, 1e-3 for a million
-        tables   Adam with an L2 of 10 / n; row-wise AdaGrad where R is a million
-        epochs   20 or, for a million rows, 4; ends when NE no longer improves, and is
-                 evaluated four times an epoch
+        tables   Adam with an L2 of 20 / n; row-wise AdaGrad where R is a million
+        epochs   20 or, for a million rows, 4, each with four evaluations; ends when NE
+                 has not improved for three
 
     Raises:
         ValueError: one sentence with the file, column or option, and the remedy.
@@ -121,17 +120,16 @@ def settings_for(config: Config, say: Callable[[str], None]) -> Config:
         model = model.clone(num_tasks=len(schema.labels))
     rows = {"rows": "rowwise_adagrad", "rows_lr": 0.01, "rows_l2": 0.0}
     if not is_huge:
-        rate = 1e-3 if is_many else 3e-4
-        rows = {"rows": "adam", "rows_lr": rate, "rows_l2": _L2 / n}
+        rows = {"rows": "adam", "rows_lr": 1e-3, "rows_l2": _L2 / n}
     return dataclasses.replace(
         config,
         model=model,
         data=data,
         optim=OptimConfig(
-            lr=1e-3 if is_many else 3e-4,
+            lr=1e-3,
             clip_norm=10.0,
-            plateau_patience=_EVALUATIONS,
-            plateau_factor=0.5,
+            plateau_patience=3 * _EVALUATIONS,
+            plateau_factor=1.0,
             **rows,
         ),
         loop=LoopConfig(

@@ -36,7 +36,8 @@ config
 model planning settings
 planner build
 watch
-evaluation first_order
+evaluation
+first_order
 logs
 folder
 loop
