@@ -4,7 +4,7 @@
 and size.
 """
 
-from experiments.configs import generated, tables, wide
+from experiments.configs import generated, histories, tables, wide
 from experiments.configs.registry import (
     descriptions,
     find_config,
@@ -20,6 +20,7 @@ __all__ = [
     "generated",
     "get_config",
     "has_settings_by_data",
+    "histories",
     "names",
     "tables",
     "wide",

@@ -1,6 +1,14 @@
 """Click logs as fixed-shape batches: generated, from text or Parquet, from shards."""
 
-from loka_jax.data.batch import WHOLE, Batch, Dataset, Part, Position, Schema
+from loka_jax.data.batch import (
+    WHOLE,
+    Batch,
+    Dataset,
+    Events,
+    Part,
+    Position,
+    Schema,
+)
 from loka_jax.data.config import DataConfig
 from loka_jax.data.open import Splits, open_data
 
@@ -9,6 +17,7 @@ __all__ = [
     "Batch",
     "DataConfig",
     "Dataset",
+    "Events",
     "Part",
     "Position",
     "Schema",

@@ -1,7 +1,8 @@
 """Types shared by all data sources: fixed-shape batches, schema, reader position.
 
 B is the batch size, n the number of dense columns, F the number of categorical columns
-(fields), T the number of tasks: label columns.
+(fields), T the number of tasks: label columns. Of an event log: C rows (tokens) of all
+histories together, N labels, P fields of a sample, K fields of an event.
 """
 
 from collections import Counter
@@ -28,6 +29,40 @@ class Bag(NamedTuple):
     weights: Float[Array, "B H"] | None
 
 
+class Events(NamedTuple):
+    """The jagged sequences of a batch of an event log: rows, with offsets.
+
+    Sequence b is the rows `offsets[b]` to `offsets[b + 1]`, the oldest first; one of
+    padding has none. A row is an event with its answers, or without (a candidate, whose
+    answers are to be predicted). The first P rows of a sequence hold no event, but are
+    left for the fields of the sample.
+
+    Attributes:
+        ids: int32, rows in each field's table; -1 where there is no event, and 0 of
+            what is known of an event once it has happened, at a candidate.
+        answers: int32, 0 unknown, 1 for the label 0, 2 for the label 1.
+        positions: int32, rows before the candidates of the sequence; from its first
+            where the model has learned from candidates among the events.
+        ages: float32, seconds before the candidates, 0 or more; since the event before
+            where positions count from the first row.
+        offsets: int32.
+        targets: int32, the row of each label; 0 of padding.
+        contextual: int32, rows at the start of each sequence that see its history;
+            None for none, as where candidates stand among the events.
+        candidates: int32, rows at the end of each sequence that do not see each other;
+            None where candidates stand among the events.
+    """
+
+    ids: Int[Array, "C K"]
+    answers: Int[Array, "C T"]
+    positions: Int[Array, "C"]
+    ages: Float[Array, "C"]
+    offsets: Int[Array, " B_plus_1"]
+    targets: Int[Array, "N"]
+    contextual: Int[Array, "B"] | None
+    candidates: Int[Array, "B"] | None
+
+
 class Batch(NamedTuple):
     """One batch of click logs; a pytree whose shapes never change within a run.
 
@@ -38,6 +73,8 @@ class Batch(NamedTuple):
         weights: float32; 0 for a padding row, 1 for an example unless the data are
             weighted.
         bags: the multi-valued fields, in the order of `Schema.multi`.
+        events: the sequences of an event log, of which `ids` has the fields of the
+            sample, and `labels` and `weights` one entry for each target.
     """
 
     dense: Float[Array, "B n"]
@@ -45,6 +82,17 @@ class Batch(NamedTuple):
     labels: Float[Array, "B"] | Float[Array, "B T"]
     weights: Float[Array, "B"]
     bags: tuple[Bag, ...] = ()
+    events: Events | None = None
+
+
+def ids_of_labels(batch: Batch) -> Int[np.ndarray, "N F"]:
+    """Returns the ids of the fields at each label of a batch in host memory."""
+    events = batch.events
+    if events is None:
+        return np.asarray(batch.ids)
+    samples = np.searchsorted(events.offsets, events.targets, "right") - 1
+    samples = np.minimum(samples, len(batch.ids) - 1)
+    return np.concatenate([batch.ids[samples], events.ids[events.targets]], axis=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +105,9 @@ class Columns:
         categorical: the fields with one value.
         multi: the multi-valued fields.
         further_labels: the label columns after the first.
+        user: of an event log, the column of its users; None for examples apart.
+        context: the fields of a sample, the first of `categorical`.
+        actions: the last of `categorical`: known once an event has happened.
     """
 
     label: str
@@ -64,6 +115,9 @@ class Columns:
     categorical: tuple[str, ...]
     multi: tuple[str, ...] = ()
     further_labels: tuple[str, ...] = ()
+    user: str | None = None
+    context: tuple[str, ...] = ()
+    actions: tuple[str, ...] = ()
 
     @property
     def labels(self) -> tuple[str, ...]:

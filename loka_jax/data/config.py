@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from loka_jax.data.batch import MAX_SLOTS, Columns
-from loka_jax.options import pairs
+from loka_jax.options import pairs, require
 
 # Criteo's display advertising logs (Kaggle 2014, and the terabyte's day files) have no
 # header: the label, 13 integers, which may be empty or negative, and 26 categories of 8
@@ -29,9 +29,9 @@ class DataConfig:
     """Where examples come from and how they are preprocessed.
 
     Attributes:
-        kind: `generated` click logs (nothing else to set up), `criteo` (40 tab
-            separated columns, no header) or `table` (CSV or TSV with a header, or
-            Parquet; `.gz` too).
+        kind: `generated` click logs (nothing else to set up), `events`, a generated
+            event log (likewise), `criteo` (40 tab separated columns, no header) or
+            `table` (CSV or TSV with a header, or Parquet; `.gz` too).
         path: training files: paths, globs, or addresses of s3:// and gs://; or folders,
             whose files may have train, valid (or val) and test in their names; or a
             folder of shards made by experiments/convert.py.
@@ -78,18 +78,39 @@ class DataConfig:
             validation file: rows whose hashed row number, in [0, 1), falls below it, or
             the last rows by `time`.
         time: column of numbers or dates; if given, validation rows are the last ones
+            unless a file has them (`table`).
+        user: column of users: rows are events, and an example is one of them with the
+            earlier events of its user by `time`, those of the other splits included
             (`table`).
+        context: fields of a sample, as of its user, beside `categorical`, which are
+            those of events (`user`).
+        actions: fields of events that are known once they have happened, as the labels
+            are; a candidate has id 0 (`user`).
+        history: the most events before an example (`user`, `events`).
+        targets: `last` makes a sequence of each example, the events before it in time
+            and the example. `all` makes one of `history` events in a row, each to be
+            predicted by those before it; half of them are seen twice, so that each has
+            half of `history` before it, or all there are. Rows of events are then
+            interleaved (`user`, `events`).
+        interleave: an event is two rows, without and with its actions and answers, in
+            place of one with both (`last`).
+        row_capacity: rows of all sequences of a batch, beyond which the oldest events
+            of the longest histories are left out and counted; None for no limit
+            (`last`).
+        stream: train in the order of time, and evaluate on the examples of the next
+            `--loop.eval-every` steps (`last`).
         max_bad_rows: number of rows with too few or too many columns that are skipped;
             one more fails the conversion.
         cache: folder for converted shards; if None, the user's private cache.
-        examples: training examples in an epoch (`generated`).
-        eval_examples: examples in each of the valid and test splits (`generated`).
-        rows: rows of each table, including id 0 (`generated`).
+        examples: training examples in an epoch (`generated`), or events (`events`).
+        eval_examples: those in each of the valid and test splits.
+        rows: rows of each table, including id 0 (`generated`); of contexts and of items
+            (`events`).
         signal: standard deviation of the true logit (`generated`).
         click_rate: mean of the true probabilities (`generated`).
     """
 
-    kind: Literal["generated", "criteo", "table"] = "generated"
+    kind: Literal["generated", "events", "criteo", "table"] = "generated"
 
     path: str | tuple[str, ...] | None = None
     train: str | None = None
@@ -116,6 +137,14 @@ class DataConfig:
     keep_negatives: float = 1.0
     valid_fraction: float = 0.1
     time: str | None = None
+    user: str | None = None
+    context: tuple[str, ...] = ()
+    actions: tuple[str, ...] = ()
+    history: int = 256
+    targets: Literal["last", "all"] = "last"
+    interleave: bool = False
+    row_capacity: int | None = None
+    stream: bool = False
     max_bad_rows: int = 0
     cache: str | None = None
 
@@ -161,12 +190,13 @@ class DataConfig:
 
     def _check_kind(self):
         """Raises ValueError for an option that does not fit the kind of the data."""
-        if self.kind == "generated" and self.path is not None:
+        if self.is_generated and self.path is not None:
             raise ValueError(
                 "--data.path is not used by generated data: add --data.kind table or "
                 "--data.kind criteo."
             )
-        if self.kind == "generated" and self.keep_negatives < 1:
+        self._check_events()
+        if self.is_generated and self.keep_negatives < 1:
             raise ValueError(
                 "Generated data keep all rows: leave out --data.keep-negatives, or "
                 "lower --data.examples."
@@ -179,6 +209,46 @@ class DataConfig:
                     f"data of kind {self.kind} have fixed columns: leave it out, or "
                     "use --data.kind table."
                 )
+
+    def _check_events(self):
+        """Raises ValueError for an option that does not fit an event log."""
+        require(
+            self.kind != "events" or len(self.rows) == 2,
+            "--data.rows",
+            self.rows,
+            "the rows of two tables, of contexts and of items",
+        )
+        if not self.is_log:
+            for name in ("context", "actions", "interleave", "row_capacity", "stream"):
+                option = f"--data.{name.replace('_', '-')}"
+                if getattr(self, name):
+                    raise ValueError(f"{option} is of event logs: name --data.user.")
+            return
+        if self.kind == "table" and self.time is None:
+            raise ValueError(
+                "--data.user makes the rows events, which need an order: name a column "
+                "of times or positions with --data.time."
+            )
+        if self.dense or self.multi or self.keep_negatives < 1:
+            raise ValueError(
+                "An event log has no --data.dense or --data.multi columns, and keeps "
+                "all rows: leave out these, and --data.keep-negatives."
+            )
+        if self.targets == "all" and (self.stream or self.row_capacity):
+            raise ValueError(
+                "--data.stream and --data.row-capacity need an example a sequence: "
+                "set --data.targets last."
+            )
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether nothing is read from files."""
+        return self.kind in ("generated", "events")
+
+    @property
+    def is_log(self) -> bool:
+        """Whether rows are events with a history."""
+        return self.kind == "events" or self.user is not None
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -193,11 +263,11 @@ class DataConfig:
     @property
     def owners(self) -> dict[str, str]:
         """The columns whose table another one uses, by that one."""
-        return pairs("--data.share", self.share, (*self.categorical, *self.multi))
+        return pairs("--data.share", self.share, columns_of(self).fields)
 
     def hash_rows(self, column: str) -> int | None:
         """Returns the rows of a hashed column's table; None if it has a vocabulary."""
-        names = (*self.categorical, *self.multi)
+        names = columns_of(self).fields
         own = pairs("--data.hash-sizes", self.hash_sizes, names).get(column)
         if own is not None:
             return int(own)
@@ -206,7 +276,7 @@ class DataConfig:
 
     def _check_tables(self):
         """Checks `hash_sizes`, `hashed` and `share` against the columns."""
-        names, owners = (*self.categorical, *self.multi), self.owners
+        names, owners = columns_of(self).fields, self.owners
         sizes = pairs("--data.hash-sizes", self.hash_sizes, names)
         for column, rows in sizes.items():
             if not rows.isdecimal() or not 2 <= int(rows) <= MAX_ROWS:
@@ -239,7 +309,10 @@ class DataConfig:
 
 
 # Options that name columns, beside `dense` and `categorical`.
-_TABLE_ONLY = ("time", "weight", "multi", "labels", "hash_sizes", "hashed", "share")
+_TABLE_ONLY = (
+    *("time", "weight", "multi", "labels", "hash_sizes", "hashed", "share", "user"),
+    *("context", "actions"),
+)
 MAX_ROWS = 2**31 - 1  # ids are int32
 MAX_EXAMPLES = 2**31 - 1
 _RANGES = (
@@ -249,6 +322,7 @@ _RANGES = (
     ("max_values", 1, MAX_SLOTS),
     ("keep_negatives", 1e-6, 1.0),
     ("valid_fraction", 0.0, 0.9),
+    ("history", 1, 2**20),
     ("max_bad_rows", 0, 2**62),
     ("examples", 1, MAX_EXAMPLES),
     ("eval_examples", 1, MAX_EXAMPLES),
@@ -260,12 +334,14 @@ _RANGES = (
 # They decide how a row is encoded, whatever the other rows are.
 ENCODING_SETTINGS = tuple(
     "label labels dense categorical multi multi_weights separator encoding "
-    "hash_buckets hash_sizes hashed share bad transform".split()
+    "hash_buckets hash_sizes hashed share bad transform user context actions".split()
 )
 SETTINGS = ENCODING_SETTINGS + tuple(
     "max_values min_count reserve_rows weight keep_negatives valid_fraction time "
     "max_bad_rows".split()
 )
+# They decide how histories are made of the rows of an event log.
+SEQUENCE_SETTINGS = ("history", "targets", "interleave", "row_capacity", "stream")
 
 
 def as_paths(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -283,9 +359,12 @@ def columns_of(config: DataConfig) -> Columns:
     return Columns(
         label=label,
         dense=config.dense,
-        categorical=config.categorical,
+        categorical=(*config.context, *config.categorical, *config.actions),
         multi=config.multi,
         further_labels=tuple(further),
+        user=config.user,
+        context=config.context,
+        actions=config.actions,
     )
 
 
@@ -299,4 +378,7 @@ def features_of(config: DataConfig) -> tuple[str, ...]:
 def without_files(config: DataConfig) -> DataConfig:
     """Returns the options that determine the contents of shards, beside the files."""
     files = dict.fromkeys(("path", "train", "valid", "test", "cache"))
-    return dataclasses.replace(config, **files, label=columns_of(config).label)
+    default = DataConfig()
+    read = {name: getattr(default, name) for name in SEQUENCE_SETTINGS}
+    label = columns_of(config).label
+    return dataclasses.replace(config, **files, **read, label=label)

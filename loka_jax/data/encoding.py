@@ -110,6 +110,27 @@ def as_text(block: Block, column: str) -> pa.Array:
     return pc.if_else(pc.equal(array, ""), pa.scalar(None, array.type), array)
 
 
+def user_keys(block: Block, column: str) -> np.ndarray:
+    """Returns a 64-bit key of each row's user, int64: a hash of its text.
+
+    Raises:
+        ValueError: for a row without a user.
+    """
+    coded = pc.dictionary_encode(as_text(block, column))
+    if coded.null_count:
+        at = int(np.argmax(np.asarray(coded.is_null())))
+        raise ValueError(
+            f"{block.file} row {block.rows[at]} has no user in column {column!r}: add "
+            "it, or leave the row out."
+        )
+    digests = (
+        hashlib.blake2b(text.encode(), digest_size=8).digest()
+        for text in coded.dictionary.to_pylist()
+    )
+    keys = np.frombuffer(b"".join(digests), "<i8")
+    return keys[np.asarray(coded.indices)]
+
+
 def _is_binary(kind: pa.DataType) -> bool:
     is_binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
     return is_binary or pa.types.is_fixed_size_binary(kind)

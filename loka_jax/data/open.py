@@ -11,26 +11,31 @@ import hashlib
 import json
 import pathlib
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 from jax.sharding import NamedSharding
 
 from loka_jax import saved_format
 from loka_jax.cache_folder import cache_folder
-from loka_jax.data import generated, planted
+from loka_jax.data import generated, planted, planted_events
 from loka_jax.data.batch import Dataset, Schema
 from loka_jax.data.config import (
     ENCODING_SETTINGS,
+    SEQUENCE_SETTINGS,
     SETTINGS,
     DataConfig,
     without_files,
 )
 from loka_jax.data.convert import convert
+from loka_jax.data.events import EventDataset, make_log
 from loka_jax.data.files import Sources, filters_of, find_sources, left_out
 from loka_jax.data.places import address_of, stamp_of
 from loka_jax.data.reader import ShardDataset
 from loka_jax.data.saved_encoding import digest_of, load_encoding
+from loka_jax.data.sequences import layout_of
 from loka_jax.data.shards import SPLITS, ShardFolder, is_shard_folder, open_shards
 
 _READING = 2  # raised where the same files give other rows or ids
@@ -66,6 +71,19 @@ class Splits:
         train, valid, test = generated.spread_over(sharding, *datasets)
         return dataclasses.replace(self, train=train, valid=valid, test=test)
 
+    def ahead(self, step: int, count: int, batch_size: int) -> Dataset:
+        """Returns the examples of `count` training batches from `step` on, of a stream.
+
+        They are fewer at its end.
+        """
+        assert isinstance(self.train, EventDataset)
+        return self.train.window(step * batch_size, count * batch_size)
+
+    @property
+    def left_out(self) -> int:
+        """The events left out of histories so far, as batches had no room for them."""
+        return self.train.left_out if isinstance(self.train, EventDataset) else 0
+
     @property
     def files(self) -> dict[str, dict]:
         """The size and time of each file, by its address, by split; none of shards."""
@@ -96,9 +114,12 @@ def open_data(
         config = _with_options_of(base, config)
     if config.kind == "generated":
         return _open_generated(config, seed)
+    if config.kind == "events":
+        return _open_planted_events(config, seed)
     path = shards_of(config)
     if path is None:
-        return _splits(open_shards(cached_shards(config, find_sources(config), base)))
+        folder = open_shards(cached_shards(config, find_sources(config), base))
+        return _splits(folder, config)
     folder = open_shards(path)
     for name in ("train", "valid", "test"):
         if getattr(config, name) is not None:
@@ -112,7 +133,7 @@ def open_data(
             f"{folder.path} was converted with another vocabulary than the run's: "
             "name the files that it was converted from with --data.path."
         )
-    return _splits(folder)
+    return _splits(folder, config)
 
 
 def shards_of(config: DataConfig) -> pathlib.Path | None:
@@ -121,11 +142,14 @@ def shards_of(config: DataConfig) -> pathlib.Path | None:
     return path if len(config.paths) == 1 and is_shard_folder(path) else None
 
 
-def _splits(folder: ShardFolder) -> Splits:
-    datasets = {
-        split: ShardDataset(folder.schema, records, f"{folder.path} ({split})")
-        for split, records in folder.records.items()
-    }
+def _splits(folder: ShardFolder, config: DataConfig) -> Splits:
+    if folder.schema.user is not None:
+        datasets = _event_datasets(folder.schema, folder.records, config, folder.path)
+    else:
+        datasets = {
+            split: ShardDataset(folder.schema, records, f"{folder.path} ({split})")
+            for split, records in folder.records.items()
+        }
     if not {"train", "valid"} <= datasets.keys() or not folder.report:
         raise ValueError(
             f"{folder.path} lacks training or validation rows, or their report: "
@@ -136,8 +160,71 @@ def _splits(folder: ShardFolder) -> Splits:
         valid=datasets["valid"],
         test=datasets.get("test"),
         report=folder.report,
-        identity=_identity_of_shards(folder),
+        identity=_identity_of_shards(folder) | _sequences(config),
         folder=folder,
+    )
+
+
+def _event_datasets(
+    schema: Schema,
+    records: Mapping[str, np.ndarray],
+    config: DataConfig,
+    name: object = "the event log",
+) -> dict[str, EventDataset]:
+    """Returns the splits of an event log, with histories of the events of all."""
+    log, layout = make_log(list(records.values())), layout_of(config, schema)
+    return {
+        split: EventDataset(
+            *(schema, log, number, layout),
+            stream=config.stream and split == "train",
+            name=f"{name} ({split})",
+        )
+        for number, split in enumerate(records)
+    }
+
+
+def _sequences(config: DataConfig) -> dict:
+    """Returns what decides the histories of an event log; {} of other data."""
+    if not config.is_log:
+        return {}
+    return {"sequences": {name: getattr(config, name) for name in SEQUENCE_SETTINGS}}
+
+
+def _open_planted_events(config: DataConfig, seed: int) -> Splits:
+    schema = planted_events.schema_of_events(config)
+    sizes = generated.split_sizes(config)
+    logs = {
+        name: planted_events.planted_log(config, size, seed=seed, split=number)
+        for number, (name, size) in enumerate(sizes.items())
+    }
+    records = {name: log.records for name, log in logs.items()}
+    ne = {
+        name: {
+            known: planted_events.normalized_entropy(chance, log.records["label"])
+            for known, chance in log.best.items()
+        }
+        for name, log in logs.items()
+    }
+    known = ", ".join(f"{value:.5f} with {name}" for name, value in ne["test"].items())
+    report = {
+        "source": "events",
+        "split_rule": "train, valid and test are events of different users",
+        "examples": sizes,
+        "notes": [f"Best NE of the test events: {known}."],
+        "best_possible_ne": ne["test"]["the order"],
+        "true_model_ne": {name: of["the order"] for name, of in ne.items()},
+        "best_ne": ne,
+    }
+    splits = {split: {"rows": rows, "seed": seed} for split, rows in sizes.items()}
+    model = {name: getattr(config, name) for name in ("signal", "click_rate")}
+    identity = {"source": "events", "schema": _schema(schema), "model": model}
+    datasets = _event_datasets(schema, records, config)
+    return Splits(
+        train=datasets["train"],
+        valid=datasets["valid"],
+        test=datasets["test"],
+        report=report,
+        identity=identity | splits | _sequences(config),
     )
 
 

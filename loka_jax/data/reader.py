@@ -24,7 +24,8 @@ def record_dtype_of(schema: Schema) -> np.dtype:
     """Returns the type of one row: numbers of 4 bytes without gaps.
 
     After the labels, dense columns and ids come the example's weight, the ids of each
-    multi-valued field, and the weights of those values that have some.
+    multi-valued field, and the weights of those values that have some. A row of an
+    event log ends with its user's key and its time in seconds, of 8 bytes each.
     """
     tasks = len(schema.labels)
     label = ("label", "<f4") if tasks == 1 else ("label", "<f4", (tasks,))
@@ -37,7 +38,8 @@ def record_dtype_of(schema: Schema) -> np.dtype:
         for i, slots in enumerate(schema.slots)
         if schema.multi[i] in schema.weighted_multi
     ]
-    return np.dtype([label, dense, ids, *weight, *lists, *weights])
+    event = [] if schema.user is None else [("user", "<i8"), ("time", "<f8")]
+    return np.dtype([label, dense, ids, *weight, *lists, *weights, *event])
 
 
 class ShardDataset(Dataset):

@@ -7,6 +7,7 @@ prediction all go through `Encoding.records`, so equal rows give equal inputs.
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +23,7 @@ from loka_jax.data.encoding import (
     is_missing,
     read_texts,
     text_form,
+    user_keys,
 )
 from loka_jax.data.reader import record_dtype_of
 from loka_jax.data.values import (
@@ -29,6 +31,7 @@ from loka_jax.data.values import (
     Standardizer,
     clean_dense,
     parse_labels,
+    parse_times,
     parse_weights,
     transform_dense,
 )
@@ -80,7 +83,7 @@ class Encoding:
         blocks: list[Block],
         counts: Counts,
         *,
-        with_labels: bool = True,
+        labels: Literal["all", "some", "none"] = "all",
         unknown_refusal: str | None = None,
     ) -> np.ndarray:
         """Returns the rows of all blocks as records of `record_dtype`, in their order.
@@ -88,8 +91,9 @@ class Encoding:
         Args:
             blocks: raw rows.
             counts: counts the values that policies apply to, and the unknown ones.
-            with_labels: whether the blocks have the label column, and that of the
-                weights; labels are 0 and weights 1 if not.
+            labels: which rows have a label. Where only "some" do, labels are NaN of the
+                others; where "none" do, the blocks lack the column, and labels are 0.
+                Weights are 1 unless "all" rows have labels.
             unknown_refusal: what is wrong with a value that has no id, as the end of a
                 sentence; None if it gets id 0.
 
@@ -105,10 +109,15 @@ class Encoding:
         start = 0
         for block in blocks:
             rows = records[start : start + len(block.rows)]
-            if with_labels:
-                rows["label"] = parse_labels(block, columns.labels)
-                if config.weight is not None:
-                    rows["weight"] = parse_weights(block, config.weight)
+            if labels != "none":
+                may_lack = labels == "some"
+                rows["label"] = parse_labels(block, columns.labels, may_lack=may_lack)
+            if labels == "all" and config.weight is not None:
+                rows["weight"] = parse_weights(block, config.weight)
+            if config.user is not None and config.time is not None:
+                rows["user"] = user_keys(block, config.user)
+                times, is_date = parse_times(block, config.time)
+                rows["time"] = times * (1e-6 if is_date else 1.0)
             dense = clean_dense(block, config, columns.dense, counts)
             rows["dense"] = transform_dense(dense, config, self.standardizer)
             start += len(block.rows)

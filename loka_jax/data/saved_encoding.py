@@ -31,9 +31,14 @@ def digest_of(folder: ShardFolder) -> str:
     """Returns a digest of the encoding: equal if all rows get equal inputs."""
     manifest = folder.manifest
     names = ("kind", *ENCODING_SETTINGS)
+    schema = dataclasses.asdict(folder.schema)
+    settings = {name: getattr(manifest.config, name) for name in names}
+    if folder.schema.user is None:  # as it was before there were event logs
+        for name in ("user", "context", "actions"):
+            del schema[name], settings[name]
     parts = {
-        "schema": dataclasses.asdict(folder.schema),
-        "settings": {name: getattr(manifest.config, name) for name in names},
+        "schema": schema,
+        "settings": settings,
         "standardizer": manifest.standardizer,
         "vocabulary": folder.vocabulary_digests,
         "forms": manifest.forms,

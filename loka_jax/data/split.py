@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from loka_jax.data.blocks import BadRows, Block
 from loka_jax.data.config import DataConfig, columns_of, features_of
-from loka_jax.data.dates import as_dates
 from loka_jax.data.files import Sources, filters_of, listed, reader_of
 from loka_jax.data.places import DataFile, shown
 from loka_jax.data.reader import key_of, mix
-from loka_jax.data.values import is_positive, parse_labels, parse_numbers
+from loka_jax.data.values import is_positive, parse_labels, parse_times
 from loka_jax.terminal import clip
 
 _SPLIT, _KEEP = 0, 1  # streams of hashed row numbers
@@ -38,14 +36,15 @@ class SplitReader:
                 "There are no validation rows: name a file with --data.valid, or set "
                 "--data.valid-fraction above 0."
             )
-        if sources.valid and config.time is not None:
+        if sources.valid and config.time is not None and config.user is None:
             raise ValueError(
                 f"{names_of(sources.valid)} holds the validation rows, so that none "
                 "are split off by time: leave out --data.time, or that file."
             )
         self._config, self._sources, self._progress = config, sources, progress
         self._labels = columns_of(config).labels
-        further = [name for name in (config.time, config.weight) if name is not None]
+        names = config.user, config.time, config.weight
+        further = [name for name in names if name is not None]
         self._filters = filters_of(config)
         columns = (*self._labels, *features_of(config), *further)
         self._columns = tuple(dict.fromkeys(columns))
@@ -54,7 +53,7 @@ class SplitReader:
     def learn_rule(self) -> None:
         """Finds where validation begins, if rows are split by time."""
         column = self._config.time
-        if column is None:
+        if column is None or self._sources.valid:
             return
         bad_rows = BadRows(self._config.max_bad_rows)
         parts = self._read(("train",), (column,), bad_rows, "reading times")
@@ -224,24 +223,6 @@ def split_by_time(blocks: Iterable[Block], column: str, fraction: float) -> Spli
     since, until = float(times[first]), float(times[first - 1])
     share = (len(times) - first) / len(times)
     return SplitByTime(column, since, until, share, kinds.pop())
-
-
-def parse_times(block: Block, column: str) -> tuple[np.ndarray, bool]:
-    """Returns the times in float64 and whether they are dates, in microseconds.
-
-    Dates are Arrow's date and timestamp types, or text in the form of ISO 8601; without
-    a zone they count as UTC.
-    """
-    dates = as_dates(block.column(column))
-    if dates is not None:
-        micros = dates.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
-        table = pa.table({column: micros.cast(pa.float64(), safe=False)})
-        block = block._replace(table=table)
-    numbers = parse_numbers(block, column, "time", "name another with --data.time")
-    wrong = numbers.missing | ~np.isfinite(numbers.values)
-    why = "where each row needs a time: add it, or leave out --data.time."
-    numbers.refuse(wrong, why)
-    return numbers.values, dates is not None
 
 
 def _shown(time: float, is_date: bool) -> str:

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from loka_jax.data.blocks import NULL_WORDS, Block, element_type, pc
 from loka_jax.data.config import DataConfig
+from loka_jax.data.dates import as_dates
 from loka_jax.terminal import clip
 
 # Spellings of a missing value in a dense column. Categorical columns keep those that
@@ -148,12 +149,16 @@ def _is_number(value: pa.Scalar) -> bool:
     return True
 
 
-def parse_labels(block: Block, columns: tuple[str, ...]) -> np.ndarray:
+def parse_labels(
+    block: Block, columns: tuple[str, ...], *, may_lack: bool = False
+) -> np.ndarray:
     """Returns the labels as float32: [rows] of one column, [rows, T] of several.
 
-    Where there are several, a row may lack some: these are NaN.
+    Args:
+        may_lack: a row may lack its label, which is NaN, as it may of several.
     """
-    parts, may_lack = [], len(columns) > 1
+    parts, has_several = [], len(columns) > 1
+    may_lack |= has_several
     for column in columns:
         numbers = parse_numbers(block, column, "label", "write labels as 0 and 1")
         values = np.where(numbers.missing, np.nan, numbers.values)
@@ -161,7 +166,7 @@ def parse_labels(block: Block, columns: tuple[str, ...]) -> np.ndarray:
         why = "where only 0 and 1 are allowed: correct it or --data.label."
         numbers.refuse(wrong, why)
         parts.append(values.astype(np.float32))
-    return np.stack(parts, axis=1) if may_lack else parts[0]
+    return np.stack(parts, axis=1) if has_several else parts[0]
 
 
 def is_positive(labels: np.ndarray) -> np.ndarray:
@@ -179,6 +184,24 @@ def parse_weights(
     why = f"where 0 to {MAX_WEIGHT:g} are allowed: correct it or {option}."
     numbers.refuse(numbers.missing | wrong, why)
     return numbers.values.astype(np.float32)
+
+
+def parse_times(block: Block, column: str) -> tuple[np.ndarray, bool]:
+    """Returns the times in float64 and whether they are dates, in microseconds.
+
+    Dates are Arrow's date and timestamp types, or text in the form of ISO 8601; without
+    a zone they count as UTC.
+    """
+    dates = as_dates(block.column(column))
+    if dates is not None:
+        micros = dates.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
+        table = pa.table({column: micros.cast(pa.float64(), safe=False)})
+        block = block._replace(table=table)
+    numbers = parse_numbers(block, column, "time", "name another with --data.time")
+    wrong = numbers.missing | ~np.isfinite(numbers.values)
+    why = "where each row needs a time: add it, or leave out --data.time."
+    numbers.refuse(wrong, why)
+    return numbers.values, dates is not None
 
 
 def clean_dense(

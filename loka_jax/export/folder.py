@@ -81,6 +81,11 @@ def export_run(
     """
     _require_extra()
     source = open_run(workdir, best=True)
+    if source.config.data.is_log:
+        raise ValueError(
+            f"{workdir} is a run on an event log, and an exported model scores "
+            "rows apart: score files of events with experiments/predict.py."
+        )
     if source.saved.meta.get("encoding") is None:
         schema = schema_of(source.config.data)
         spec = inputs_as_given(schema)

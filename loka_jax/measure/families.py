@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from loka_jax.measure.check_families import Case, why_any_wrong
+from loka_jax.measure.family_attention import jagged_attentions
 from loka_jax.measure.family_fm_lcb import fm_lcbs, fm_lcbs_backward
 from loka_jax.measure.family_rows import (
     dot_features_cases,
@@ -88,6 +89,7 @@ FAMILIES: dict[str, Family] = {
     "fm_lcb_backward": _family(
         fm_lcbs_backward, "pallas", "fm_lcb_backward.fm_lcb_backward"
     ),
+    "jagged_attention": _family(jagged_attentions, "pallas", "jagged_attention.attend"),
 }
 # Checked at every site that they are to run at, see `checking`.
 BY_SITE = (

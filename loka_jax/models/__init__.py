@@ -3,8 +3,18 @@
 from loka_jax.models.dcnv2 import Dcnv2
 from loka_jax.models.dhen import Dhen, DhenDlrm
 from loka_jax.models.dlrm import Dlrm
+from loka_jax.models.hstu import Hstu
 from loka_jax.models.mmoe import Mmoe
 from loka_jax.models.ranking import RankingModel
 from loka_jax.models.wukong import Wukong
 
-__all__ = ["Dcnv2", "Dhen", "DhenDlrm", "Dlrm", "Mmoe", "RankingModel", "Wukong"]
+__all__ = [
+    "Dcnv2",
+    "Dhen",
+    "DhenDlrm",
+    "Dlrm",
+    "Hstu",
+    "Mmoe",
+    "RankingModel",
+    "Wukong",
+]

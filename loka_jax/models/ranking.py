@@ -1,7 +1,7 @@
 """What all ranking models share: precision, norms, and the dtype of their inputs."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -106,12 +106,15 @@ class RankingModel(ModelPart):
     """Base of the ranking models: from dense features and embeddings to a logit.
 
     Attributes:
+        takes_events: it is called with the events of an event log, too.
         dropout_rate: dropout rate of the last MLP.
         first_order: adds a logistic regression to the logit, `u . x + sum_f e_f[0]`:
             the first number of a value's embedding is its weight, of task t the t-th.
             Heads are 0 at the start, so that the regression is the whole model then.
             Training begins at the one fitted to the rows, where these are files.
     """
+
+    takes_events: ClassVar[bool] = False
 
     dropout_rate: float = 0.0
     first_order: bool = False

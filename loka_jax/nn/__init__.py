@@ -11,6 +11,7 @@ from loka_jax.nn.convert import Converted, convert
 from loka_jax.nn.dense import Dense, Fp8DotGeneral
 from loka_jax.nn.embeddings import Compress, Fm, FmLcb, JoinedNorm
 from loka_jax.nn.group import runs_tails
+from loka_jax.nn.hstu import HstuLayer, jagged_attention, newest_rows
 from loka_jax.nn.interaction import CrossDeep, CrossNet, Head
 from loka_jax.nn.mlp import Mlp
 from loka_jax.nn.norm_dense import NormDense, NormParameters
@@ -51,6 +52,7 @@ __all__ = [
     "Fp8DotGeneral",
     "Fp8State",
     "Head",
+    "HstuLayer",
     "JoinedNorm",
     "Mlp",
     "Model",
@@ -69,9 +71,11 @@ __all__ = [
     "check_scales",
     "convert",
     "dot_features",
+    "jagged_attention",
     "join_features",
     "list_sites",
     "merge_stats",
+    "newest_rows",
     "normalize",
     "overriding",
     "overwriting",

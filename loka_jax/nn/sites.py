@@ -16,6 +16,7 @@ import jax.extend.core as jex
 from loka_jax.group import Cross, Group
 from loka_jax.nn.context import current, site_context
 from loka_jax.ops.fm_lcb import FmLcbPlan
+from loka_jax.ops.jagged_attention import AttentionPlan
 from loka_jax.ops.mesh_axes import manual_axes
 from loka_jax.ops.plan import KernelPlan, describe
 from loka_jax.recipe import ROLES, Role
@@ -49,7 +50,7 @@ class Site:
     path: str
     plan: KernelPlan
     batch: int | None = None
-    together: FmLcbPlan | None = None
+    together: FmLcbPlan | AttentionPlan | None = None
     left: str | None = None
     apart: str | None = None
     count: int = 1
@@ -129,7 +130,7 @@ class Site:
         None if one does, and where nothing follows the product.
         """
         if self.together is not None:
-            return self.together.why_not_forward or self.together.why_not_backward
+            return self.together.why_not("fwd") or self.together.why_not("dlhs")
         if self.apart is not None:
             return self.apart
         spec = self.spec

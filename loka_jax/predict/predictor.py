@@ -20,10 +20,12 @@ from jaxtyping import Array
 from loka_jax import nn
 from loka_jax.data import Position
 from loka_jax.data.blocks import Block, find_columns
+from loka_jax.data.candidates import are_candidates, candidate_batches
 from loka_jax.data.config import features_of
 from loka_jax.data.reader import ShardDataset
 from loka_jax.data.records import Encoding
 from loka_jax.data.saved_encoding import load_encoding
+from loka_jax.data.sequences import layout_of
 from loka_jax.data.values import Counts
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.predict.trained import read_trained
@@ -59,13 +61,21 @@ class Predictor:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the columns that a row must have."""
-        return features_of(self.encoding.config)
+        """The names of the columns that a row must have.
+
+        Of an event log these are also user, time and labels, some of which are empty.
+        """
+        config, schema = self.encoding.config, self.encoding.schema
+        if config.user is None or config.time is None:
+            return features_of(config)
+        names = (*features_of(config), config.user, config.time, *schema.labels)
+        return tuple(dict.fromkeys(names))
 
     def scores(self, rows: Any, counts: Counts | None = None) -> np.ndarray:
         """Returns the click probability of each row, float32, `1 / (1 + exp(-logit))`.
 
-        The scores of T tasks are [N, T].
+        The scores of T tasks are [N, T]. Of an event log only the rows without a label
+        are scored, in their order, each on the earlier ones of its user with a label.
 
         Args:
             rows: a pandas data frame, a pyarrow table, or a dict of columns; the label
@@ -96,8 +106,8 @@ class Predictor:
     ) -> Iterator[tuple[pa.Table, np.ndarray]]:
         """Yields the rows of the blocks with their `scores`, in their order.
 
-        Memory is bounded, however many blocks there are. A score that is no number is a
-        ValueError.
+        Memory is bounded, however many blocks there are, unless they are an event log.
+        A score that is no number is a ValueError.
         """
         for table, logits in self.with_logits(blocks, counts):
             yield table, _probabilities(logits)
@@ -106,14 +116,16 @@ class Predictor:
         self, blocks: Iterable[Block], counts: Counts
     ) -> Iterator[tuple[pa.Table, np.ndarray]]:
         """Yields the rows of the blocks with their logits, likewise."""
+        if self.config.data.is_log:
+            yield from self._candidates([*blocks], counts)
+            return
         waiting: collections.deque[pa.Table] = collections.deque()
-        refusal = _REFUSAL if self.encoding.config.bad == "strict" else None
 
         def records() -> Iterator[np.ndarray]:
             for group in _groups(blocks):
                 waiting.append(pa.concat_tables([block.table for block in group]))
                 yield self.encoding.records(
-                    group, counts, with_labels=False, unknown_refusal=refusal
+                    group, counts, labels="none", unknown_refusal=self._refusal
                 )
 
         ready = self._no_scores()
@@ -122,6 +134,40 @@ class Predictor:
             while waiting and len(ready) >= (size := waiting[0].num_rows):
                 yield waiting.popleft(), ready[:size]
                 ready = ready[size:]
+
+    @property
+    def _refusal(self) -> str | None:
+        """What is wrong with an unknown value, if it is refused."""
+        return _REFUSAL if self.encoding.config.bad == "strict" else None
+
+    def _candidates(
+        self, blocks: list[Block], counts: Counts
+    ) -> Iterator[tuple[pa.Table, np.ndarray]]:
+        """Yields the rows of an event log that have no label, with their logits."""
+        schema, config = self.encoding.schema, self.config
+        records = self.encoding.records(
+            blocks, counts, labels="some", unknown_refusal=self._refusal
+        )
+        is_new = are_candidates(records)
+        if not len(records):
+            return
+        if not is_new.any():
+            raise ValueError(
+                f"all rows have a value in column {schema.label!r}: leave it empty in "
+                "those to be scored; the others are their histories."
+            )
+        logits = np.zeros((is_new.sum(), len(schema.labels)), np.float32)
+        layout = layout_of(config.data, schema)
+        size = config.loop.batch_size
+        for batch, numbers in candidate_batches(schema, records, layout, size):
+            seen = metrics.init(tasks=len(schema.labels))
+            found = self._run_step(self._state, seen, batch)[1][: len(numbers)]
+            logits[numbers] = np.reshape(found, (len(numbers), -1))
+        table = pa.concat_tables([block.table for block in blocks])
+        yield (
+            table.filter(pa.array(is_new)),
+            logits if len(schema.labels) > 1 else logits[:, 0],
+        )
 
     def _no_scores(self) -> np.ndarray:
         num_tasks = len(self.tasks)

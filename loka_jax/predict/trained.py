@@ -46,10 +46,15 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
             of a batch.
 
     Raises:
-        ValueError: if there are fewer devices, they cannot share a batch, or the rows
-            of the tables are too many for them.
+        ValueError: if there are fewer devices, they cannot share a batch, as of an
+            event log, or the rows of the tables are too many for them.
     """
     config = source.config
+    if config.data.is_log and shards > 1:
+        raise ValueError(
+            f"{source.workdir} is a run on an event log, whose batches are not "
+            "divided: leave out --mesh.shards."
+        )
     wire = MeshConfig(replicas=1, shards=shards, wire_rows=config.mesh.wire_rows)
     mesh = mesh_of(wire, config.loop.batch_size, 1)
     net = model_of(config, schema, shards)
@@ -80,6 +85,7 @@ def initial_state(config: Config, net: RunModel, schema: Schema) -> TrainState:
         model=nn.Planned(config.model, ()).by_xla(),
         tables=net.tables,
         num_dense=len(schema.dense),
+        log_inputs=net.log_inputs,
         optimizer=optax.identity(),
         row_optimizer=Sgd(),
         init_stddev=config.embedding.init_stddev,

@@ -21,12 +21,14 @@ from scipy.optimize import minimize
 from scipy.special import expit, logit
 
 from loka_jax.data import Batch, Dataset, Position
+from loka_jax.data.batch import ids_of_labels
 from loka_jax.ops.tables import TableSpec
 
 _ROWS = 1 << 18  # training rows that are used, at most
 _VALUES = 1 << 22  # values in them, at most
 _JUDGED = 1 << 16  # validation rows that choose the L2, at most
 _BLOCK = 1 << 13  # rows read at once
+_SEQUENCES = 1 << 8  # likewise, with their histories
 _L2 = (100.0, 30.0, 10.0, 3.0, 1.0, 0.3)
 _ITERATIONS = 100
 
@@ -89,8 +91,9 @@ def baseline_ne(
     None where a task has only one kind of label.
     """
     losses = [_Losses() for _ in regressions]
-    for step in range(held_out.num_batches(_BLOCK)):
-        batch = held_out.batch(Position(0, step, 0), _BLOCK, shuffle=False)
+    size = _block_of(held_out)
+    for step in range(held_out.num_batches(size)):
+        batch = held_out.batch(Position(0, step, 0), size, shuffle=False)
         rows = _rows_of(batch, held_out)
         for task, (loss, model) in enumerate(zip(losses, regressions, strict=True)):
             mean = np.full(len(rows.weights), logit(model.mean))
@@ -111,6 +114,11 @@ def logits_of(
         rows = _rows_of(batch, dataset)
         parts.append(np.stack([x.logits(rows) for x in regressions], axis=1))
     return np.concatenate(parts)[: dataset.num_examples]
+
+
+def _block_of(dataset: Dataset) -> int:
+    """Returns how many examples are read at once."""
+    return _BLOCK if dataset.schema.user is None else _SEQUENCES
 
 
 def _spec(dataset: Dataset) -> TableSpec:
@@ -163,15 +171,18 @@ def _sample(dataset: Dataset, most: int) -> _Rows:
     """Returns rows of a data set, drawn without replacement."""
     schema = dataset.schema
     width = len(schema.categorical) + sum(schema.slots)
-    count = min(dataset.num_examples, most, max(_BLOCK, _VALUES // max(width, 1)))
-    steps = range(-(-count // _BLOCK))
-    batches = (dataset.batch(Position(0, i, 0), _BLOCK, shuffle=True) for i in steps)
+    size = _block_of(dataset)
+    count = min(dataset.num_examples, most, max(size, _VALUES // max(width, 1)))
+    steps = range(-(-count // size))
+    batches = (dataset.batch(Position(0, i, 0), size, shuffle=True) for i in steps)
     parts = zip(*(_rows_of(batch, dataset) for batch in batches), strict=True)
     return _Rows(*map(np.concatenate, parts))
 
 
 def _rows_of(batch: Batch, dataset: Dataset) -> _Rows:
     schema, first = dataset.schema, np.array(_spec(dataset).offsets)
+    if batch.events is not None:
+        batch = _labelled_events(batch)
     single = len(first) - len(schema.multi)
     ids = [np.asarray(batch.ids, np.int64) + first[:single]]
     shares = [np.ones(ids[0].shape)]
@@ -189,6 +200,17 @@ def _rows_of(batch: Batch, dataset: Dataset) -> _Rows:
         np.asarray(batch.dense, np.float64),
         np.concatenate(ids, axis=1),
         np.concatenate(shares, axis=1),
+    )
+
+
+def _labelled_events(batch: Batch) -> Batch:
+    """Returns the labelled events of a batch of an event log as examples apart."""
+    real = np.asarray(batch.weights) > 0
+    return Batch(
+        dense=np.zeros((np.count_nonzero(real), 0), np.float32),
+        ids=ids_of_labels(batch)[real],
+        labels=batch.labels[real],
+        weights=batch.weights[real],
     )
 
 

@@ -68,6 +68,7 @@ class Run:
         row_update: how rows of the tables are updated.
         steps_per_epoch: training batches in an epoch.
         total_steps: steps of the whole run, if nothing ends it early.
+        log_inputs: shapes of what the model is initialized with, of an event log.
         programs: the compiled steps so far, by what they were asked for.
     """
 
@@ -84,6 +85,7 @@ class Run:
     row_update: RowUpdate
     steps_per_epoch: int
     total_steps: int
+    log_inputs: tuple[Any, ...] | None = None
     # A copy of a run, as under another plan, has none yet.
     programs: dict[Any, Any] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -126,6 +128,7 @@ class Run:
                 model=self.planned.by_xla(),
                 tables=self.placement.tables,
                 num_dense=len(schema.dense),
+                log_inputs=self.log_inputs,
                 optimizer=self.optimizer,
                 row_optimizer=self.row_update.optimizer,
                 init_stddev=stddev,
@@ -237,6 +240,7 @@ def build(
     splits = open_data(config.data, seed=config.seed, base=base)
     loop = config.loop
     mesh = mesh_of(config.mesh, loop.batch_size, loop.microbatches)
+    _check_log(config, mesh)
     devices = 1 if mesh is None else mesh.size
     model = model_of(config, splits.train.schema, devices)
     placement = placement_of(
@@ -260,6 +264,7 @@ def build(
         splits=splits,
         placement=placement,
         list_sites=model.list_sites,
+        log_inputs=model.log_inputs,
         plan=chosen.plan,
         plan_notes=chosen.notes,
         outlook=chosen.outlook,
@@ -280,6 +285,22 @@ def build(
         notes = (*notes, scaled_sums(groups, config.optim))
     placement = dataclasses.replace(placement, gradient_sum=gradient_sum)
     return dataclasses.replace(run, placement=placement, plan_notes=notes)
+
+
+def _check_log(config: Config, mesh: jax.sharding.Mesh | None) -> None:
+    """Raises ValueError for what does not go with an event log."""
+    if not config.data.is_log:
+        return
+    loop = config.loop
+    if loop.microbatches > 1 or mesh is not None:
+        raise ValueError(
+            "Batches of an event log are not divided: leave out --loop.microbatches, "
+            "--mesh.replicas and --mesh.shards."
+        )
+    if config.data.stream and loop.epochs > 1:
+        raise ValueError(
+            "--data.stream passes over the data once: set --loop.epochs 1."
+        )
 
 
 def build_in_turn(

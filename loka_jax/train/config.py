@@ -19,7 +19,16 @@ from flax import linen
 
 from loka_jax.data import DataConfig
 from loka_jax.dispatch.policy import DEFAULT_LIMITS, Limits
-from loka_jax.models import Dcnv2, Dhen, DhenDlrm, Dlrm, Mmoe, RankingModel, Wukong
+from loka_jax.models import (
+    Dcnv2,
+    Dhen,
+    DhenDlrm,
+    Dlrm,
+    Hstu,
+    Mmoe,
+    RankingModel,
+    Wukong,
+)
 from loka_jax.nn import Converted, ProbeConfig
 from loka_jax.optim import OptimConfig
 from loka_jax.options import option_of, require
@@ -350,6 +359,13 @@ class DhenDlrmConfig(Config):
     model: Annotated[DhenDlrm, tyro.conf.OmitArgPrefixes] = DhenDlrm()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HstuConfig(Config):
+    """A run of an HSTU on an event log."""
+
+    model: Annotated[Hstu, tyro.conf.OmitArgPrefixes] = Hstu()
+
+
 def _check_kind(model: Any):
     """Refuses what training cannot call, as a function of a user's file may give."""
     kind = type(model).__name__
@@ -365,19 +381,22 @@ def _check_kind(model: Any):
             "add `recipe: str = 'bf16'`, or extend RankingModel of loka_jax.models."
         )
     signature = inspect.signature(type(model).__call__)
+    inputs = ["dense_features", "embeddings"]
+    inputs += ["events"] if getattr(model, "takes_events", False) else []
+    names = ", ".join(inputs)
     try:
         for options in ({}, {"train": True}):
-            signature.bind(model, "dense_features", "embeddings", **options)
+            signature.bind(model, *inputs, **options)
     except TypeError as error:
         raise ValueError(
-            f"the model, a {kind}, is called as (dense_features, embeddings), in "
-            f"training with train=True, which its __call__ does not take ({error}): "
-            "make it `def __call__(self, dense_features, embeddings, *, train=False)`."
+            f"the model, a {kind}, is called as ({names}), in training with "
+            f"train=True, which its __call__ does not take ({error}): make it "
+            f"`def __call__(self, {names}, *, train=False)`."
         ) from None
 
 
 def _check_model(model: RankingModel):
-    for name in ("dropout_rate", "layer_dropout_rate"):
+    for name in ("dropout_rate", "layer_dropout_rate", "input_dropout_rate"):
         rate = getattr(model, name, 0.0)
         require(0 <= rate < 1, option_of(name), rate, "in [0, 1)")
     for field in dataclasses.fields(model):

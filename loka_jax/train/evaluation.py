@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from loka_jax.data import Dataset, Position
+from loka_jax.data.batch import ids_of_labels
 from loka_jax.train import metrics, tasks
 from loka_jax.train.build import Run
 from loka_jax.train.processes import watchdog
@@ -25,12 +26,14 @@ class Evaluated(NamedTuple):
         logits: float32; [N, T] of several tasks.
         labels: 0 or 1, of the same shape; NaN where one of several is missing.
         weights: 0 for padding.
+        counts: rows of each batch.
     """
 
     values: dict[str, Any]
     logits: Float[np.ndarray, "N"] | Float[np.ndarray, "N T"]
     labels: Float[np.ndarray, "N"] | Float[np.ndarray, "N T"]
     weights: Float[np.ndarray, "N"]
+    counts: tuple[int, ...]
 
 
 def evaluate(run: Run, state: TrainState, dataset: Dataset) -> Evaluated:
@@ -48,10 +51,11 @@ def evaluate(run: Run, state: TrainState, dataset: Dataset) -> Evaluated:
         seen, logits = eval_step(state, seen, batch)
         scored.append((logits, batch.labels, batch.weights))
         watchdog.alive()
-    columns = zip(*run.fetched(scored), strict=True)
-    rows = tuple(map(np.concatenate, columns))
-    values = tasks.evaluated(dataset.schema.labels, seen, *rows)
-    return Evaluated(values, *rows)
+    batches = run.fetched(scored)
+    logits, labels, weights = map(np.concatenate, zip(*batches, strict=True))
+    values = tasks.evaluated(dataset.schema.labels, seen, logits, labels, weights)
+    counts = tuple(len(own) for *_, own in batches)
+    return Evaluated(values, logits, labels, weights, counts)
 
 
 def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:
@@ -85,10 +89,14 @@ def logged(evaluated: Evaluated) -> dict[str, Any]:
 def _sample(evaluated: Evaluated, dataset: Dataset, size: int) -> dict[str, Scores]:
     """Returns the scores of every so many batches, which are read again for ids."""
     stride = -(-len(evaluated.logits) // SAMPLE)
-    steps = range(0, dataset.num_batches(size), stride)
-    batches = (dataset.batch(Position(0, i, 0), size, shuffle=False) for i in steps)
-    ids = np.concatenate(jax.device_get([batch.ids for batch in batches]))
-    places = np.concatenate([np.arange(i * size, (i + 1) * size) for i in steps])
+    ids, places, first = [], [], 0
+    for i, count in enumerate(evaluated.counts):
+        if i % stride == 0:
+            batch = dataset.batch(Position(0, i, 0), size, shuffle=False)
+            ids.append(ids_of_labels(jax.device_get(batch)))
+            places.append(np.arange(first, first + count))
+        first += count
+    ids, places = np.concatenate(ids), np.concatenate(places)
     weights = evaluated.weights[places]
     real = weights > 0  # not padding
     rows = places[real]

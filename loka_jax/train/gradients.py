@@ -29,6 +29,13 @@ class Gradients(NamedTuple):
     probe: Any
 
 
+def inputs_of(batch: Any, rows: Any) -> tuple[Any, ...]:
+    """Returns what the model is called with: events, too, of an event log."""
+    if batch.events is None:
+        return batch.dense, rows
+    return batch.dense, rows, batch.events
+
+
 def variables_of(state: TrainState) -> dict[str, Any]:
     """Returns the variables of the model in a state."""
     return {
@@ -56,8 +63,7 @@ def gradients_of(
         with probing(probe):
             logits, updated = model.apply(
                 variables | {PROBE: stats},
-                batch.dense,
-                rows,
+                *inputs_of(batch, rows),
                 train=True,
                 rngs={"dropout": key},
                 mutable=["batch_stats"],

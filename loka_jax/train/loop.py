@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from loka_jax.data.batch import Batch, Position, next_position
+from loka_jax.data.batch import Batch, Dataset, Position, next_position
 from loka_jax.dispatch.plan import as_json
 from loka_jax.train import metrics
 from loka_jax.train.build import Run
@@ -108,6 +108,11 @@ class Loop:
                 watchdog.alive()
                 if stop.reached() or self.progress.plateau.stop:
                     break
+        if left_out := self.run.splits.left_out:
+            self.display.say(
+                f"{left_out:,} events were left out of histories, as batches had no "
+                "room for them: raise --data.row-capacity."
+            )
         if not self._save_is_due():
             self._save()
         with self.display.doing("saving"):
@@ -308,7 +313,7 @@ class Loop:
         self._refuse_skipping()
         self._sync()
         with self.display.doing("evaluating"):
-            evaluated = evaluate(self.run, self.state, self.run.splits.valid)
+            evaluated = evaluate(self.run, self.state, self._held_out())
         line = log_lines.evaluation(self.progress, logged(evaluated))
         self.record.log(line)
         self.display.evaluation(self.progress.step, line)
@@ -330,14 +335,25 @@ class Loop:
         """Compares FP8 of the plan with bfloat16 on the same validation examples."""
         plain = confirm.in_bfloat16(self.run)
         with self.display.doing("evaluating in bfloat16"):
-            in_bf16 = evaluate(plain, self.state, self.run.splits.valid)
-        both = (confirm.Scored(*x[1:]) for x in (evaluated, in_bf16))
+            in_bf16 = evaluate(plain, self.state, self._held_out())
+        both = (
+            confirm.Scored(x.logits, x.labels, x.weights) for x in (evaluated, in_bf16)
+        )
         said, change = confirm.confirmed(self.run, self.progress, *both)
         if change.said:
             self._change(change)
             return
         self.display.say(said)
         self.progress = change.progress
+
+    def _held_out(self) -> Dataset:
+        """Returns what is evaluated: of a stream, the examples that come next."""
+        run, loop = self.run, self.run.config.loop
+        every = loop.eval_every or run.steps_per_epoch
+        step = 0 if self._ends() else self.progress.position.step
+        if not run.config.data.stream or not step:
+            return run.splits.valid
+        return run.splits.ahead(step, every, loop.batch_size)
 
     def _save(self):
         """Saves the state, unless it is not healthy: older checkpoints may be."""

@@ -1,13 +1,14 @@
 """The model of a run without its data: its tables, and the GEMMs of a step."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from loka_jax import nn
-from loka_jax.data import Schema
+from loka_jax.data import Events, Schema
+from loka_jax.data.sequences import layout_of
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.ops.tables import Tables, TableSpec, with_dims
 from loka_jax.train import tasks
@@ -23,11 +24,13 @@ class RunModel(NamedTuple):
             or for other `rows`, in a first step, or if `scales_initialized` in those
             after it.
         inputs: from a number of rows to the shapes of the model's inputs.
+        log_inputs: those of one sequence of an event log; None for other data.
     """
 
     tables: Tables
     list_sites: Callable[..., tuple[nn.Site, ...]]
-    inputs: Callable[[int], tuple[jax.ShapeDtypeStruct, ...]]
+    inputs: Callable[[int], tuple[Any, ...]]
+    log_inputs: tuple[Any, ...] | None = None
 
 
 def model_of(config: Config, schema: Schema, devices: int = 1) -> RunModel:
@@ -38,6 +41,7 @@ def model_of(config: Config, schema: Schema, devices: int = 1) -> RunModel:
             many ids.
     """
     tasks.check_tasks(schema.labels, config.model, config.optim)
+    _check_log(config, schema)
     size, ids = config.loop.batch_size, len(schema.categorical) + sum(schema.slots)
     if not size * ids < 2**31:
         raise ValueError(
@@ -55,7 +59,9 @@ def model_of(config: Config, schema: Schema, devices: int = 1) -> RunModel:
     dims = config.embedding.dims_of(schema.fields, schema.owners)
     tables = with_dims(stack, tuple(dims.values()) or (dim,))
 
-    def inputs(rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def inputs(rows: int) -> tuple[Any, ...]:
+        if config.data.is_log:
+            return _event_inputs(config, schema, rows)
         shapes = (len(schema.dense),), (len(schema.table_rows), dim)
         return tuple(jax.ShapeDtypeStruct((rows, *x), jnp.float32) for x in shapes)
 
@@ -68,4 +74,67 @@ def model_of(config: Config, schema: Schema, devices: int = 1) -> RunModel:
         planned = nn.Planned(config.model, plan.choices, scales_initialized)
         return nn.list_sites(planned, *inputs(rows))
 
-    return RunModel(tables, list_sites, inputs)
+    log_inputs = inputs(1) if config.data.is_log else None
+    return RunModel(tables, list_sites, inputs, log_inputs)
+
+
+def _event_inputs(config: Config, schema: Schema, batch_size: int) -> tuple[Any, ...]:
+    """Returns the shapes of a model's inputs of the largest batch of an event log."""
+    layout, dim = layout_of(config.data, schema), config.embedding.dim
+    count = layout.capacities(batch_size)[0]
+    contexts, tasks = layout.contexts, len(schema.labels)
+    fields = len(schema.fields) - contexts
+
+    def ints(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def floats(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    events = Events(
+        ids=ints(count, fields),
+        answers=ints(count, tasks),
+        positions=ints(count),
+        ages=floats(count),
+        offsets=ints(batch_size + 1),
+        targets=ints(layout.targets(batch_size, count)),
+        contextual=None if layout.is_all or not contexts else ints(batch_size),
+        candidates=None if layout.is_all else ints(batch_size),
+    )
+    rows = floats(batch_size, contexts, dim), floats(count, fields, dim)
+    return floats(batch_size, 0), rows, events
+
+
+def _check_log(config: Config, schema: Schema) -> None:
+    """Raises ValueError if the model is not for data with, or without, histories."""
+    model, kind = config.model, type(config.model).__name__
+    takes_events = getattr(model, "takes_events", False)
+    if config.data.is_log and not takes_events:
+        raise ValueError(
+            f"the {kind} takes no event log: use --config fp8_hstu, or leave out "
+            "--data.user."
+        )
+    if takes_events and not config.data.is_log:
+        raise ValueError(
+            f"the {kind} takes an event log: name --data.user and --data.time, or use "
+            "another --config."
+        )
+    if not config.data.is_log:
+        return
+    longest = layout_of(config.data, schema).longest
+    length = getattr(model, "max_length", longest)
+    if longest > length:
+        raise ValueError(
+            f"--max-length {length} is less than the {longest} rows of a sequence: "
+            "raise it, or lower --data.history."
+        )
+    if getattr(model, "oldest", None) is not None and model.window is None:
+        raise ValueError(
+            "--oldest are rows that are seen beside those of a window: add --window."
+        )
+    if not schema.fields:
+        raise ValueError("events need at least one column: name --data.categorical.")
+    if getattr(model, "first_order", False):
+        raise ValueError("--first-order is not for event logs: leave it out.")
+    if config.embedding.dims:
+        raise ValueError("--embedding.dims are not for event logs: leave them out.")

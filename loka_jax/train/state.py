@@ -79,16 +79,23 @@ def init_state(
     optimizer: optax.GradientTransformation,
     row_optimizer: Any,
     init_stddev: float,
+    log_inputs: tuple[Any, ...] | None = None,
     probe: ProbeConfig | None = None,
 ) -> TrainState:
-    """Returns the state before the first step."""
+    """Returns the state before the first step.
+
+    Args:
+        log_inputs: shapes of the model's inputs of an event log.
+    """
     model_key, table_key = jax.random.split(key)
     with probing(probe):
-        variables = project(model, tables).init(
-            model_key,
+        inputs: Any = (
             jnp.zeros((1, num_dense)),
             by_stack(lambda spec: jnp.zeros((1, len(spec.rows), spec.dim)), tables),
         )
+        if log_inputs is not None:
+            inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), log_inputs)
+        variables = project(model, tables).init(model_key, *inputs)
     table = by_stack(
         lambda spec, key: embedding.init_table(key, spec, init_stddev),
         tables,

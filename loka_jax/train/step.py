@@ -40,7 +40,12 @@ from loka_jax.ops.tables import Tables
 from loka_jax.optim.clip import global_norm
 from loka_jax.probe.site import Capture
 from loka_jax.train import metrics, tasks
-from loka_jax.train.gradients import accumulate, gradients_of, variables_of
+from loka_jax.train.gradients import (
+    accumulate,
+    gradients_of,
+    inputs_of,
+    variables_of,
+)
 from loka_jax.train.placement import Outcome, Placement
 from loka_jax.train.state import TrainState
 from loka_jax.train.tables.stacks import project
@@ -129,7 +134,7 @@ def make_eval_step(
 
     def step(state: TrainState, seen: Any, batch: Batch, routed: Any = None):
         rows, _ = placement.look_up(projected, state, batch, routed)
-        logits = projected.apply(variables_of(state), batch.dense, rows)
+        logits = projected.apply(variables_of(state), *inputs_of(batch, rows))
         logits = jnp.asarray(logits).astype(jnp.float32)
         return metrics.merge(seen, placement.sum(_seen(seen, logits, batch))), logits
 
@@ -147,7 +152,7 @@ def logits_of(
     """Returns the logits of a batch in evaluation mode, on one device."""
     projected = project(model, tables)
     rows = Placement(tables).look_up_alike(projected, state, batch)
-    return jnp.asarray(projected.apply(variables_of(state), batch.dense, rows))
+    return jnp.asarray(projected.apply(variables_of(state), *inputs_of(batch, rows)))
 
 
 def make_observe_step(
@@ -168,7 +173,7 @@ def make_observe_step(
         rows = placement.look_up_alike(projected, state, batch)
         with probing(observer):
             init = functools.partial(projected.init, jax.random.key(0))
-            shapes = jax.eval_shape(init, batch.dense, rows)[PROBE]
+            shapes = jax.eval_shape(init, *inputs_of(batch, rows))[PROBE]
         # Only the number of steps is read: others compute other elements of products.
         start = jax.tree.map(lambda x: jnp.full(x.shape, state.step, x.dtype), shapes)
         state = dataclasses.replace(state, probe=start)

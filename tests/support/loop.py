@@ -60,6 +60,7 @@ def _splits():
         test="the test rows",
         identity={"rows": rows},
         report={},
+        left_out=0,
         encoding_digest="a digest",
         folder=None,
         files={},

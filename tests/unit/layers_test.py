@@ -12,7 +12,7 @@ terminal options compat
 fp8 quality jsonfile cache_folder saved_format checked mapped
 unbiased
 commands
-recipe normed packed maxima launch server
+recipe normed jagged packed maxima launch server
 scaling site tails report
 xla pallas triton group chosen
 probe

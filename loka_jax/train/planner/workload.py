@@ -98,7 +98,15 @@ def workload_of(
 
     Args:
         dense_us: the measured time of a step without its tables; None to estimate it.
+
+    Raises:
+        ValueError: for an event log, which several devices do not train on.
     """
+    if config.data.is_log:
+        raise ValueError(
+            f"--config {config.name} trains on an event log, on one device: there is "
+            "nothing to plan."
+        )
     tables, list_sites, *_ = model_of(config, schema)
     state = _state(config, schema, tables)
     sites = [site.spec for site in list_sites(DispatchPlan())]

@@ -5,10 +5,11 @@ that the model sees one vector a field. Differentiated are these vectors, `[B, F
 the gradients of pooled rows follow from them without a second pass over the tables.
 
 B examples, F fields of which the first f have one id, H ids of a multi-valued field, D
-embedding dim, N row gradients of a step.
+embedding dim, N row gradients of a step; C rows of events of K fields, and samples of P
+fields, of an event log.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +34,24 @@ class BatchIds(NamedTuple):
     Attributes:
         ids: of the fields with one id.
         bags: of the multi-valued fields.
+        events: of the fields of the events of an event log; `BAD_ID` where there is
+            no event.
     """
 
     ids: Int[Array, "B f"]
     bags: tuple[BagIds, ...]
+    events: Int[Array, "C K"] | None = None
 
 
 def find(tables: embedding.TableSpec, batch: Batch) -> BatchIds:
-    """Returns the ids of a batch in the stacked tables."""
+    """Returns the ids of a batch in the stacked tables.
+
+    Where there are events, the fields of the samples come first.
+    """
+    if batch.events is not None:
+        first, ids = batch.ids.shape[1], jnp.asarray(batch.events.ids)
+        events = embedding.flat_ids(tables, ids, slice(first, None))
+        return BatchIds(_ids_of_samples(tables, batch), (), events)
     single = tables.num_single
     ids = embedding.flat_ids(tables, jnp.asarray(batch.ids), slice(single))
     bags = []
@@ -51,6 +62,15 @@ def find(tables: embedding.TableSpec, batch: Batch) -> BatchIds:
         weights = jnp.ones(bag.ids.shape) if bag.weights is None else bag.weights
         bags.append(BagIds(flat, jnp.asarray(weights)[:, None]))
     return BatchIds(ids, tuple(bags))
+
+
+def _ids_of_samples(tables: embedding.TableSpec, batch: Batch) -> Int[Array, "B P"]:
+    """Returns the ids of the fields of the samples, `BAD_ID` of those of padding."""
+    ids = jnp.asarray(batch.ids)
+    assert batch.events is not None
+    is_sample = jnp.diff(jnp.asarray(batch.events.offsets)) > 0
+    ids = embedding.flat_ids(tables, ids, slice(ids.shape[1]))
+    return jnp.where(is_sample[:, None], ids, embedding.BAD_ID)
 
 
 def places(
@@ -105,9 +125,11 @@ def embeddings(
     table: Float[Array, "R D"],
     batch_ids: BatchIds,
     dtype: jax.typing.DTypeLike,
-) -> Float[Array, "B F D"]:
-    """Returns a vector for each field, in `dtype`."""
+) -> Float[Array, "B F D"] | tuple[Float[Array, "B P D"], Float[Array, "C K D"]]:
+    """Returns a vector for each field, in `dtype`; of events those of samples, too."""
     rows = embedding.lookup(table, batch_ids.ids).astype(dtype)
+    if batch_ids.events is not None:
+        return rows, embedding.lookup(table, batch_ids.events).astype(dtype)
     if not batch_ids.bags:
         return rows
     pooled = [
@@ -120,13 +142,17 @@ def embeddings(
 def row_gradients(
     tables: embedding.TableSpec,
     batch_ids: BatchIds,
-    grads: Float[Array, "B F D"],
-    weights: Float[Array, "B"],
+    grads: Any,
+    weights: Float[Array, "N"],
 ) -> tuple[Int[Array, "*N"], Float[Array, "*N D"]]:
     """Returns the touched rows and their gradients, for `embedding.update_rows`.
 
     Padding rows carry no gradient; leaving them out keeps moments untouched too.
     """
+    if batch_ids.events is not None:
+        dim, ids = tables.dim, (batch_ids.ids, batch_ids.events)
+        flat = jnp.concatenate([x.ravel() for x in ids])
+        return flat, jnp.concatenate([x.reshape(-1, dim) for x in grads])
     present = weights[:, None] > 0
     ids = jnp.where(present, batch_ids.ids, embedding.BAD_ID)
     if not batch_ids.bags:
@@ -147,7 +173,11 @@ def row_gradients(
 
 
 def count_bad_ids(batch_ids: BatchIds, batch: Batch) -> Int[Array, ""]:
-    """Returns the number of ids out of range; the padding of lists is none."""
+    """Returns the number of ids out of range; padding is none."""
+    if batch_ids.events is not None and batch.events is not None:
+        is_bad = batch_ids.events == embedding.BAD_ID
+        is_bad &= jnp.asarray(batch.events.ids) != -1
+        return jnp.sum(is_bad, dtype=jnp.int32)
     bad = embedding.count_bad_ids(batch_ids.ids)
     for bag, ids in zip(batch_ids.bags, batch.bags, strict=True):
         padding = jnp.sum(jnp.asarray(ids.ids) == -1, dtype=jnp.int32)

@@ -154,7 +154,8 @@ def look_step(
     recipes = tuple(dict.fromkeys(site.recipe for site in sites.values()))
     # All devices look at the part of one of them.
     parts = run.config.loop.microbatches * run.placement.size
-    parts *= -(-run.config.loop.batch_size // (parts * MAX_EXAMPLES))
+    is_log = run.config.data.is_log  # whose batches are not divided
+    parts *= 1 if is_log else -(-run.config.loop.batch_size // (parts * MAX_EXAMPLES))
     observer = Capture(recipes=recipes, max_rows=MAX_ROWS, copies=parts)
     task_weights = run.config.optim.task_weights
     observe = make_observe_step(run.planned, run.placement, observer, task_weights)
@@ -162,7 +163,9 @@ def look_step(
     def look(state: TrainState, batch: Batch) -> Look:
         total_weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
         rows = len(batch.labels) // parts
-        part = jax.tree.map(lambda x: jnp.asarray(x)[:rows], batch)
+        part = batch
+        if parts > 1:
+            part = jax.tree.map(lambda x: jnp.asarray(x)[:rows], batch)
         seen = observe(state, part, total_weight)
         samples = by_path(seen)
         return {

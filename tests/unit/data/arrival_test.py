@@ -38,7 +38,7 @@ def arrived(folder, encoding: Encoding, values, counts=None):
     """Returns the ids of values of a Parquet file."""
     path = put(folder / "new.parquet", c=values)
     blocks = list(reader_of(table_config(path), path)(str(path), ("c",), None))
-    records = encoding.records(blocks, counts or Counts(), with_labels=False)
+    records = encoding.records(blocks, counts or Counts(), labels="none")
     return records["ids"][:, 0].tolist()
 
 

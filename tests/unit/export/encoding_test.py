@@ -32,7 +32,7 @@ LISTS = {
 def records(encoding, rows):
     table = pa.table(rows)
     block = Block(table, np.arange(1, table.num_rows + 1), "rows")
-    return encoding.records([block], Counts(), with_labels=False)
+    return encoding.records([block], Counts(), labels="none")
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def asked(batch_size=128, encoding=None, **options):
         seen = SimpleNamespace(**found)
         meta = {"encoding": encoding, "plan": "saved"}
         seen.open_run.return_value.saved.meta = meta
+        seen.open_run.return_value.config.data.is_log = False
         seen.read_trained.return_value.config.loop.batch_size = batch_size
         seen.plan_of.side_effect = lambda plan, *_: plan
         seen.write_model.side_effect = lambda _, __, forms, *___: [*forms]

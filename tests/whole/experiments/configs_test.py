@@ -8,6 +8,7 @@ import pytest
 
 from experiments import configs
 from loka_jax.data import Position
+from loka_jax.models import Mmoe
 from loka_jax.train import build as build_lib
 from loka_jax.train import metrics
 from tests.support import train as support
@@ -28,10 +29,12 @@ def folder(tmp_path_factory):
         "criteo.txt": [criteo_line(str(i % 2), {1: str(i)}) for i in range(80)],
         "frappe.csv": [f"label,{','.join(fields)}\n"],
         "csv.csv": ["click,buy,user,age\n"],
+        "assistments.csv": ["user,position,item,skill,correct\n"],
     }
     for i in range(80):
         files["frappe.csv"] += [f"{i % 2}{len(fields) * f',v{i % 7}'}\n"]
         files["csv.csv"] += [f"{i % 2},{i // 2 % 2},u{i % 7},{i}\n"]
+        files["assistments.csv"] += [f"u{i % 7},{i},i{i % 9},s{i % 3},{i % 2}\n"]
     for name, lines in files.items():
         (folder / name).write_text("".join(lines))
     return folder
@@ -44,7 +47,10 @@ def small(config, folder):
         optim = dataclasses.replace(config.optim, warmup_steps=0)
         data = dataclasses.replace(config.data, **sizes)
         return dataclasses.replace(config, data=data, optim=optim)
-    has_tasks = hasattr(config.model, "num_tasks")
+    if config.data.kind == "events":
+        data = dataclasses.replace(config.data, examples=256, eval_examples=64)
+        return dataclasses.replace(config, data=data)
+    has_tasks = isinstance(config.model, Mmoe)
     kind = "csv" if has_tasks else config.name.partition("_")[0]
     own = OWN if kind == "csv" else {}
     own = own | ({"labels": ("click", "buy")} if has_tasks else {})

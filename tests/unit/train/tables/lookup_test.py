@@ -113,7 +113,7 @@ def test_places_are_those_of_the_rows_in_the_order_of_gradients(results):
     np.testing.assert_array_equal(places.v < ORDER.shards, is_row)
     at = places.v.astype(np.int64) * ORDER.depth + places.q
     np.testing.assert_array_equal(at[is_row], places_of(rows[is_row], ORDER))
-    ids, bags = found["at_slots"]
+    ids, bags = found["at_slots"].ids, found["at_slots"].bags
     slots = np.concatenate([ids.ravel(), *(bag.ids.ravel() for bag in bags)])
     np.testing.assert_array_equal(slots, np.arange(rows.size))
     assert (bags[0].weights == 1).all()

@@ -153,7 +153,7 @@ def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
 ):
     monkeypatch.setattr(looks, "MAX_EXAMPLES", most)
     run = mock.Mock()
-    run.placement.size = devices
+    run.placement.size, run.config.data.is_log = devices, False
     run.config.loop.microbatches, run.config.loop.batch_size = microbatches, 24
     look = looks.look_step(run, SITES)
     ones = np.ones(24, np.float32)

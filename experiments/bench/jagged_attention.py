@@ -1,0 +1,370 @@
+"""Times HSTU's attention over jagged rows: our kernels, XLA, and cuDNN's softmax.
+
+    python experiments/bench/jagged_attention.py --out jagged_attention.json
+
+For every case: kernel time by JAX's profiler, and the wall clock of queued calls, of
+the forward pass (inference) and of forward and backward (training); TFLOP/s by the
+pairs of rows that see each other (half of the square), backward 2.5 times forward.
+XLA runs it on jagged rows, as the library does without kernels, and as dense products
+of padded rows; cuDNN's causal softmax attention of padded rows is credited with the
+same work. Ours are checked against XLA in float32. `--tune` times our passes one by one
+with all configs worth trying.
+
+A case runs in a process of its own, for `case_s` at most: a kernel that fails or hangs
+takes the rest of its case along, not that of others. Forms are timed one after another,
+anchors first, and written at once. The default cases are HSTU M's.
+
+Without a Hopper GPU only XLA runs, to try the script: `--cases tiny`.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from experiments.bench import result as results
+from loka_jax import jagged, quality
+from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Pass, Rule
+from loka_jax.measure.compiling import compile_all, leaves, untuned_here
+from loka_jax.measure.timing import Case as Timed
+from loka_jax.measure.timing import time_chains, time_kernels
+from loka_jax.ops import jagged_attention as ops
+from loka_jax.ops.device import local_device
+from loka_jax.terminal import one_line
+from loka_jax.xla import jagged_attention as xla
+
+# Least SQNR of our results: they, and what they are made of, are rounded to 2**-9.
+_LEAST_DB = 45.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """Heads of a size, and lengths of sequences: max_length, or drawn.
+
+    Attributes:
+        lengths: "full", "log-normal" (median a third of the most) or "uniform" from 0.
+    """
+
+    size: int
+    max_length: int
+    batch: int
+    heads: int = 4
+    lengths: str = "full"
+
+    def offsets(self) -> np.ndarray:
+        """Returns where sequences begin and the last one ends."""
+        generator = np.random.default_rng(self.batch)
+        lengths = np.full(self.batch, self.max_length)
+        if self.lengths == "log-normal":
+            drawn = generator.lognormal(np.log(self.max_length / 3), 1.0, self.batch)
+            lengths = np.clip(drawn, 1, self.max_length).astype(int)
+        elif self.lengths == "uniform":
+            lengths = generator.integers(0, self.max_length + 1, self.batch)
+        return np.cumsum([0, *lengths]).astype(np.int32)
+
+    def flops(self) -> float:
+        """Returns the FLOPs of the forward pass."""
+        lengths = np.diff(self.offsets()).astype(float)
+        return 4 * self.size * self.heads * float(np.sum(lengths**2)) / 2
+
+
+CASES = {
+    "m": Case(size=128, max_length=4096, batch=8),
+    "m_log_normal": Case(size=128, max_length=4096, batch=32, lengths="log-normal"),
+    "h256": Case(size=256, max_length=4096, batch=8),
+    "h64": Case(size=64, max_length=512, batch=64),
+    "h64_log_normal": Case(size=64, max_length=512, batch=64, lengths="log-normal"),
+    "h64_odd": Case(size=64, max_length=777, batch=37, lengths="uniform"),
+    "tiny": Case(size=64, max_length=50, batch=3, heads=2, lengths="uniform"),
+}
+_DEFAULT_CASES = "m", "m_log_normal"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments(results.Options):
+    """Options of the benchmark.
+
+    Attributes:
+        cases: names of cases, in order.
+        tune: also time every config of our passes.
+        anchors: also time XLA and cuDNN.
+        case_s: most seconds of a case.
+        here: run the cases in this process.
+    """
+
+    cases: tuple[str, ...] = _DEFAULT_CASES
+    tune: bool = False
+    anchors: bool = True
+    case_s: float = 80.0
+    here: bool = False
+
+
+def main(arguments: Arguments) -> None:
+    """Measures, prints and writes the result."""
+    # Cases need the memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    about = {"inputs": "N(0, 1), scale d**-0.5", "rows": []}
+    result = results.head("jagged_attention", arguments) | about
+    for name in results.in_time(arguments.cases, result, arguments):
+        row = {"case": name, **dataclasses.asdict(CASES[name]), "forms": {}}
+        result["rows"].append(row)
+        print(name, flush=True)
+        if not arguments.here:
+            row |= _by_process(name, arguments)
+            continue
+        for form, record in measure(CASES[name], arguments):
+            row["forms"][form] = record
+            print(f"  {form:44} {_in_short(record)}", flush=True)
+            row["speedups"] = speedups(row["forms"])
+            results.write(arguments.out, result)
+        for form, ratio in row.get("speedups", {}).items():
+            print(f"  ours over {form:34} {ratio:9.2f}")
+
+
+def _by_process(name: str, arguments: Arguments) -> dict[str, Any]:
+    """Returns the row of a case that another process measures, as far as it came."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "case.json")
+        command = [sys.executable, __file__, "--here", "--out", str(out)]
+        command += ["--cases", name]
+        command += ["--tune" if arguments.tune else "--no-tune"]
+        command += ["--anchors" if arguments.anchors else "--no-anchors"]
+        failed = None
+        try:
+            status = subprocess.run(command, timeout=arguments.case_s).returncode
+            if status:
+                failed = f"exit status {status}"
+        except subprocess.TimeoutExpired:
+            failed = f"more than {arguments.case_s} s"
+        row = json.loads(out.read_text())["rows"][0] if out.exists() else {}
+    if failed is not None:
+        print(f"  stopped: {failed}")
+        row["stopped"] = failed
+    return row
+
+
+def _in_short(record: dict[str, Any]) -> str:
+    if "us" not in record:
+        return str(record)
+    db = f" {record['sqnr_db']:5.1f} dB" if "sqnr_db" in record else ""
+    wall = f" {record['wall_us']:9.1f} us wall" if "wall_us" in record else ""
+    return f"{record['us']:9.1f} us {record['tflops']:6.1f} TFLOP/s{db}{wall}"
+
+
+class Form(NamedTuple):
+    """A way to compute attention, or a part of it, of a case.
+
+    Attributes:
+        work: the key of `_WORK`.
+        wanted: what its results are checked against; None for no check.
+        wall: whether to time the wall clock, too.
+    """
+
+    run: Callable
+    operands: tuple[jax.Array, ...]
+    work: str
+    wanted: tuple[jax.Array, ...] | None = None
+    wall: bool = True
+
+
+def measure(case: Case, arguments: Arguments) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the name and the record of every form of a case, anchors first."""
+    offsets = jnp.asarray(case.offsets())
+    operands = _operands(case, int(offsets[-1]))
+    is_served = local_device().why_not_pallas is None
+    forms = _anchors(case, offsets, operands, is_served) if arguments.anchors else {}
+    if is_served:
+        exact = _exactly(functools.partial(_passes, case, offsets, xla.attend))
+        references = exact(*operands)
+        by_kernels = ops.AttentionPlan(None)
+        for work, run in _whole(case, offsets, by_kernels).items():
+            wanted = references[:1] if work == "forward" else references
+            forms[f"pallas {work}"] = Form(run, operands, work, tuple(wanted))
+        forms |= _each_pass(case, offsets, operands, references, arguments.tune)
+    runs = {name: (form.run, form.operands) for name, form in forms.items()}
+    for name, program in compile_all(runs).items():
+        yield name, _timed(case, forms[name], program)
+
+
+def _anchors(case: Case, offsets, operands, has_cudnn: bool) -> dict[str, Form]:
+    """Returns XLA's forms, of jagged and of padded rows, and cuDNN's."""
+    padded = _padded_operands(case)
+    anchors = {"xla dense": (_dense(case), padded)}
+    if has_cudnn:
+        anchors["cudnn softmax"] = _softmax(case), padded
+    anchors["xla jagged"] = _whole(case, offsets, ops.BY_XLA), operands
+    return {
+        f"{name} {work}": Form(run, own, work)
+        for name, (runs, own) in anchors.items()
+        for work, run in runs.items()
+    }
+
+
+def speedups(forms: dict[str, Any]) -> dict[str, float]:
+    """Returns how many times as fast as each anchor our kernels are, by form."""
+    return {
+        name: record["us"] / forms[ours]["us"]
+        for name, record in forms.items()
+        if not name.startswith("pallas")
+        and "us" in record
+        and "us" in forms.get(ours := f"pallas {name.split()[-1]}", {})
+    }
+
+
+def _each_pass(
+    case: Case, offsets, operands, references, tune: bool
+) -> dict[str, Form]:
+    """Returns our passes, with the default config or with each."""
+    from loka_jax.pallas import jagged_attention as kernel
+
+    out, dq, dk, dv = references
+    kinds: dict[str, Any] = {"forward": (FORWARD, (out,)), "dq": (BY_QUERY, (dq,))}
+    if case.size > 128:  # dk and dv are of two launches
+        kinds["dk"] = BY_KEY._replace(has_values=False), (dk,)
+        kinds["dv"] = BY_KEY._replace(has_slopes=False), (dv,)
+    else:
+        kinds["dk, dv"] = BY_KEY, (dk, dv)
+    forms = {}
+    for name, (kind, wanted) in kinds.items():
+        configs = kernel.search_space(kind, case.size)
+        for config in configs if tune else configs[:1]:
+            attend = functools.partial(kernel.attend, config=config)
+            run = functools.partial(_pass, case, offsets, attend, kind)
+            values = ",".join(map(str, dataclasses.astuple(config)))
+            form = Form(run, operands, name, wanted, wall=False)
+            forms[f"pallas {name} {values}"] = form
+    return forms
+
+
+# Products of rows by rows in a pass, in units of the forward pass's two.
+_WORK = {"forward": 1, "both": 3.5, "dq": 1.5, "dk, dv": 2, "dk": 1.5, "dv": 1}
+
+
+def _timed(case: Case, form: Form, program: Any) -> dict[str, Any]:
+    """Returns the record of a form: its time, or why there is none."""
+    if isinstance(program, Exception):
+        return {"failed": one_line(program)}
+    try:
+        arguments = leaves(form.operands)
+        found = program(*arguments)
+        record: dict[str, Any] = {}
+        if form.wanted is not None:
+            record["sqnr_db"] = _least_sqnr(form.wanted, found)
+            if not record["sqnr_db"] >= _LEAST_DB:
+                return record | {"wrong": f"{record['sqnr_db']:.1f} dB"}
+            again = program(*arguments)
+            if not all(map(jnp.array_equal, found, again)):
+                return record | {"wrong": "two calls differ"}
+        (timing,) = time_kernels({"": Timed(program, [arguments])}).values()
+        us = timing.median_us
+        flops = case.flops() * _WORK[form.work]
+        record |= {"us": us, "min_us": timing.min_us, "max_us": timing.max_us}
+        record |= {"kernels": timing.kernels, "tflops": flops / us / 1e6}
+        if form.wall:
+            chain = lambda calls: [program(*arguments) for _ in range(calls)][-1]  # noqa: E731
+            record["wall_us"] = time_chains({"": chain}, calls=10, rounds=3)[""].min_us
+        return record
+    except Exception as error:  # the next form may run
+        return {"failed": one_line(error)}
+
+
+def _least_sqnr(wanted, found) -> float:
+    pairs = [(x, y.astype(jnp.float32)) for x, y in zip(wanted, found, strict=True)]
+    if not all(bool(jnp.all(jnp.isfinite(y))) for _, y in pairs):
+        return -np.inf
+    return min(float(quality.sqnr(x, y)) for x, y in pairs)
+
+
+def _operands(case: Case, num_rows: int) -> tuple[jax.Array, ...]:
+    """Returns q, k, v and a gradient of the output."""
+    shape = (-(-num_rows // 128) * 128, case.heads, case.size)
+    return _normal(shape)
+
+
+def _padded_operands(case: Case) -> tuple[jax.Array, ...]:
+    return _normal((case.batch, -(-case.max_length // 64) * 64, case.heads, case.size))
+
+
+def _normal(shape) -> tuple[jax.Array, ...]:
+    make = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
+    return tuple(map(make, jax.random.split(jax.random.key(0, impl="rbg"), 4)))
+
+
+def _whole(case: Case, offsets, plan) -> dict[str, Callable]:
+    """Returns the attention forward, and with its gradients."""
+    how = dict(scale=case.size**-0.5, max_length=case.max_length, plan=plan)
+    run = functools.partial(ops.jagged_attention, offsets=offsets, **how)
+    return _both(run)
+
+
+def _softmax(case: Case) -> dict[str, Callable]:
+    """Returns cuDNN's causal softmax attention of padded rows, likewise."""
+    lengths = jnp.asarray(np.diff(case.offsets()), jnp.int32)
+    masks: dict[str, Any] = dict(is_causal=True, implementation="cudnn")
+    if case.lengths != "full":
+        masks |= dict(query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+    return _both(functools.partial(jax.nn.dot_product_attention, **masks))
+
+
+def _dense(case: Case) -> dict[str, Callable]:
+    """Returns the attention of padded rows as a dense product, likewise.
+
+    Rows of padding are the last of their sequence, which no other row sees.
+    """
+
+    def attention(q, k, v):
+        scores = case.size**-0.5 * jnp.einsum("bihd,bjhd->bhij", q, k)
+        seen = jnp.tri(q.shape[1], dtype=q.dtype)[None, None]
+        weights = jax.nn.silu(scores) * seen / case.max_length
+        return jnp.einsum("bhij,bjhd->bihd", weights, v)
+
+    return _both(attention)
+
+
+def _both(attention: Callable) -> dict[str, Callable]:
+    def forward(q, k, v, gradient):
+        del gradient
+        return [attention(q, k, v)]
+
+    def both(q, k, v, gradient):
+        out, pull = jax.vjp(attention, q, k, v)
+        return [out, *pull(gradient)]
+
+    return {"forward": forward, "both": both}
+
+
+def _pass(case: Case, offsets, attend: Callable, kind: Pass, q, k, v, gradient):
+    """Returns the results of one pass."""
+    visible = jagged.visibility(offsets, len(q), Rule())
+    fixed, streamed = (
+        ((k, v), (q, gradient)) if kind.by_key else ((q, gradient), (k, v))
+    )
+    fixed = fixed if kind.has_slopes else fixed[:1]
+    how = dict(scale=case.size**-0.5, max_length=case.max_length)
+    return list(attend(kind, fixed, streamed, visible, **how))
+
+
+def _passes(case: Case, offsets, attend: Callable, *operands):
+    run = functools.partial(_pass, case, offsets, attend)
+    return [x for kind in (FORWARD, BY_QUERY, BY_KEY) for x in run(kind, *operands)]
+
+
+def _exactly(run: Callable) -> Callable:
+    """Returns the function in float32."""
+    exact = lambda *x: run(*(z.astype(jnp.float32) for z in x))  # noqa: E731
+    return jax.jit(exact, compiler_options=dict(untuned_here()))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))

@@ -1,0 +1,133 @@
+"""Runs on event logs: what users did before an event, in order."""
+
+import dataclasses
+
+from experiments.configs.generated import FP8
+from experiments.configs.registry import register
+from loka_jax.data import DataConfig
+from loka_jax.models import Hstu
+from loka_jax.optim import OptimConfig
+from loka_jax.train.config import EmbeddingConfig, HstuConfig, LoopConfig
+
+
+@register
+def fp8_hstu() -> HstuConfig:
+    """A small HSTU in FP8 on a generated event log: two minutes on two CPU cores."""
+    return HstuConfig(
+        name="fp8_hstu",
+        model=Hstu(
+            dim=64,
+            num_layers=2,
+            num_heads=2,
+            qk_dim=32,
+            v_dim=32,
+            item_mlp=(64,),
+            head_mlp=(64,),
+            max_length=136,
+            age_buckets=256,
+            recipe=FP8,
+        ),
+        data=DataConfig(
+            kind="events",
+            examples=1_000_000,
+            eval_examples=65_536,
+            rows=(9, 301),
+            history=64,
+            targets="all",
+        ),
+        embedding=EmbeddingConfig(dim=32, init_stddev=0.05),
+        optim=OptimConfig(lr=4e-3, rows_lr=0.3, warmup_steps=64, decay="linear"),
+        loop=LoopConfig(batch_size=64, eval_every=133),
+    )
+
+
+def _sized(name: str, layers: int, dim: int, heads: int, history: int) -> HstuConfig:
+    """Returns a run of a size whose sequences hold so many events and a candidate."""
+    small = fp8_hstu()
+    return dataclasses.replace(
+        small,
+        name=name,
+        model=small.model.clone(
+            dim=dim,
+            num_layers=layers,
+            num_heads=heads,
+            qk_dim=dim // heads,
+            v_dim=dim // heads,
+            item_mlp=(dim,),
+            head_mlp=(dim,),
+            max_length=history + 2,
+            age_buckets=2048,
+            input_dropout_rate=0.2,
+            layer_dropout_rate=0.1,
+        ),
+        data=dataclasses.replace(small.data, history=history, targets="last"),
+        embedding=EmbeddingConfig(dim=dim, init_stddev=0.05),
+        optim=OptimConfig(lr=1e-3, rows_lr=0.1, warmup_steps=1000, clip_norm=1.0),
+    )
+
+
+@register
+def fp8_hstu_s() -> HstuConfig:
+    """HSTU S in FP8, for a GPU: 3 layers of 256, sequences of 512."""
+    return _sized("fp8_hstu_s", layers=3, dim=256, heads=4, history=510)
+
+
+@register
+def fp8_hstu_m() -> HstuConfig:
+    """HSTU M in FP8, MLPerf's dense part: 3 layers of 512, sequences of 4,096."""
+    return _sized("fp8_hstu_m", layers=3, dim=512, heads=4, history=4094)
+
+
+@register
+def fp8_hstu_l() -> HstuConfig:
+    """HSTU L in FP8: 8 layers of 1,024, sequences of 4,096."""
+    return _sized("fp8_hstu_l", layers=8, dim=1024, heads=4, history=4094)
+
+
+def _assistments(name: str, categorical: tuple[str, ...], history: int) -> HstuConfig:
+    """Returns a run on answers of pupils: each is predicted by all before it."""
+    small = fp8_hstu()
+    return HstuConfig(
+        name=name,
+        model=small.model.clone(
+            max_length=2 * history,
+            age_unit=1.0,  # an age is a number of answers
+            dropout_rate=0.1,
+            layer_dropout_rate=0.1,
+            input_dropout_rate=0.2,
+        ),
+        data=DataConfig(
+            kind="table",
+            label="correct",
+            categorical=categorical,
+            user="user",
+            time="position",
+            history=history,
+            targets="all",
+        ),
+        embedding=dataclasses.replace(small.embedding, dim=64),
+        optim=OptimConfig(
+            lr=1e-3,
+            rows="adam",
+            rows_lr=1e-3,
+            clip_norm=1.0,
+            warmup_steps=64,
+            decay="linear",
+            best_by="auc",
+            plateau_patience=10,
+            plateau_factor=1.0,
+        ),
+        loop=LoopConfig(batch_size=64, epochs=6, log_every=16),
+    )
+
+
+@register
+def assistments_2015() -> HstuConfig:
+    """HSTU on ASSISTments 2015, short histories: AKT has AUC 0.7281, SAKT 0.7114."""
+    return _assistments("assistments_2015", ("skill",), history=64)
+
+
+@register
+def assistments_2017() -> HstuConfig:
+    """HSTU on ASSISTments 2017, long histories: DKT has AUC 0.7263, AKT 0.7702."""
+    return _assistments("assistments_2017", ("item", "skill"), history=128)

@@ -1,0 +1,215 @@
+"""Event logs: batches of histories, gathered by index from a log of all events.
+
+The log has the events of all splits, sorted by user and time. An example (an anchor) is
+an event, and its history the events of its user that are strictly earlier: never those
+of the same time, whose order nobody knows. Where a sequence has several examples
+(`targets="all"`), two events of a user may not have one time.
+
+The log is held in memory. E is the number of events, B that of sequences in a batch.
+"""
+
+import copy
+
+import numpy as np
+from jaxtyping import Int
+
+from loka_jax.data.batch import (
+    WHOLE,
+    Batch,
+    Dataset,
+    Part,
+    Position,
+    Schema,
+    examples_of,
+)
+from loka_jax.data.reader import key_of, permute
+from loka_jax.data.sequences import EventLog, Layout, Sequences, batch_of, rows_of
+
+
+def make_log(splits: list[np.ndarray], *, apart: bool = False) -> EventLog:
+    """Returns the log of the records of all splits, see `record_dtype_of`.
+
+    Args:
+        apart: whether a split comes after another, as if users were others in each.
+    """
+    events = np.concatenate(splits)
+    split = np.repeat(np.arange(len(splits)), [len(part) for part in splits])
+    keys = (events["time"], events["user"]) + (split,) * apart
+    order = np.lexsort(keys)  # stable
+    events, split = events[order], split[order]
+    is_new_user = np.diff(events["user"], prepend=events["user"][0] + 1) != 0
+    is_new_user |= apart & (np.diff(split, prepend=0) != 0)
+    is_new_time = is_new_user | (np.diff(events["time"], prepend=-np.inf) != 0)
+    has_weights = "weight" in (events.dtype.names or ())
+    return EventLog(
+        ids=np.ascontiguousarray(events["ids"]),
+        labels=events["label"].reshape(len(events), -1),
+        weights=events["weight"] if has_weights else np.ones(len(events), np.float32),
+        times=np.ascontiguousarray(events["time"]),
+        split=split.astype(np.int8),
+        row=order,
+        first=_start_of_run(is_new_user),
+        before=_start_of_run(is_new_time),
+    )
+
+
+def _start_of_run(is_new: np.ndarray) -> np.ndarray:
+    """Returns the index where the run of each element begins."""
+    return np.maximum.accumulate(np.where(is_new, np.arange(len(is_new)), 0))
+
+
+class EventDataset(Dataset):
+    """A split of an event log: an example is an anchor, or a window of all its events.
+
+    Attributes:
+        left_out: events left out of histories so far, as a batch had no room for them.
+        is_stream: examples come in the order of time.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        log: EventLog,
+        split: int,
+        layout: Layout,
+        *,
+        stream: bool = False,
+        name: str = "the event log",
+    ):
+        """Reads the examples of a split, in the order of time for a `stream`.
+
+        Raises:
+            ValueError: if an id is out of range, or two events of a user that are to be
+                predicted in one sequence have one time.
+        """
+        self.schema, self.left_out = schema, 0
+        self._log, self._split, self._layout = log, split, layout
+        self.is_stream = stream
+        _check(schema, log, name)
+        own = log.split == split
+        if layout.is_all:
+            self._anchors, self._ends = _windows(log, own, layout.history)
+        else:
+            anchors = np.flatnonzero(own)
+            by = (log.row, log.times) if stream else (log.row,)
+            self._anchors = anchors[np.lexsort([key[anchors] for key in by])]
+        self.num_examples = len(self._anchors)
+
+    def window(self, first: int, count: int) -> "EventDataset":
+        """Returns the examples from `first` on, in the order of time."""
+        result = copy.copy(self)
+        result._anchors = self._anchors[first : first + count]
+        result.num_examples = len(result._anchors)
+        return result
+
+    def batch(
+        self,
+        position: Position,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        part: Part = WHOLE,
+    ) -> Batch:
+        """Returns the batch at `position`, in host memory.
+
+        Sequences of padding have no rows. A stream is never shuffled.
+
+        Raises:
+            ValueError: if the step is out of range.
+        """
+        places = np.asarray(examples_of(self, position, batch_size, part))
+        index = places % self.num_examples
+        if shuffle and not self.is_stream:
+            key = key_of(position.seed, position.epoch)
+            index = permute(index, self.num_examples, key)
+        is_real, anchors = places < self.num_examples, self._anchors[index]
+        log, layout = self._log, self._layout
+        if layout.is_all:
+            stops = self._ends[index]
+            reach = np.minimum(anchors - log.first[anchors], layout.history // 2)
+            starts = anchors - reach
+        else:
+            stops = log.before[anchors]
+            starts = np.maximum(log.first[anchors], stops - layout.history)
+        counts = np.where(is_real, stops - starts, 0)
+        fixed = np.where(is_real, layout.contexts + (not layout.is_all), 0)
+        most, *_ = capacities = layout.capacities(batch_size)
+        counts, left_out = _shortened(counts, most - int(fixed.sum()), layout)
+        self.left_out += left_out
+        sequences = Sequences(
+            anchors=anchors,
+            starts=stops - counts,
+            counts=counts,
+            is_real=is_real,
+            candidates=None if layout.is_all else anchors[is_real],
+            num_candidates=(is_real & (not layout.is_all)).astype(np.int64),
+        )
+        rows = rows_of(sequences, layout)
+        is_target = rows.is_last
+        if layout.is_all:
+            is_own = log.split[rows.event] == self._split
+            is_target = rows.is_candidate & is_own
+            is_target &= rows.event >= anchors[rows.sequence]
+        capacity = min(size for size in capacities if size >= len(rows.event))
+        return batch_of(
+            *(log, self.schema, layout, sequences, rows),
+            targets=np.flatnonzero(is_target),
+            capacity=capacity,
+            num_targets=layout.targets(batch_size, capacity),
+        )
+
+
+def _windows(log: EventLog, own: np.ndarray, history: int):
+    """Returns the first event to be predicted in each window, and the window's end.
+
+    A user's first window has `history` targets, a further one half as many, with as
+    many events before them. Windows without an event of the split are left out.
+    """
+    if (ties := log.before != np.arange(len(log.before))).any():
+        at = int(np.argmax(ties))
+        raise ValueError(
+            f"Two events of a user have the time {log.times[at]:.12g}, so that their "
+            "order is not known: set --data.targets last, or name a column of "
+            "positions with --data.time."
+        )
+    rank = np.arange(len(log.first)) - log.first
+    half = max(history // 2, 1)
+    is_start = (rank == 0) | ((rank >= history) & ((rank - history) % half == 0))
+    starts = np.flatnonzero(is_start)
+    ends = np.append(starts[1:], len(rank))
+    has_own = np.add.reduceat(own, starts) > 0
+    return starts[has_own], ends[has_own]
+
+
+def _shortened(
+    counts: Int[np.ndarray, "B"], rows: int, layout: Layout
+) -> tuple[Int[np.ndarray, "B"], int]:
+    """Returns the longest counts lowered to fit in so many rows, and by how many."""
+    room, low, high = rows // layout.rows_of_event, 0, int(counts.max(initial=0))
+    if counts.sum() <= room:
+        return counts, 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = np.minimum(counts, middle).sum() <= room
+        low, high = (middle, high) if fits else (low, middle - 1)
+    shorter = np.minimum(counts, low)
+    return shorter, int((counts - shorter).sum())
+
+
+def _check(schema: Schema, log: EventLog, name: str) -> None:
+    """Refuses ids outside of their tables, and labels that are none."""
+    for field, rows in enumerate(schema.vocab_sizes):
+        ids = log.ids[:, field]
+        if ids.min(initial=0) < 0 or ids.max(initial=0) >= rows:
+            raise ValueError(
+                f"{name} column {schema.fields[field]!r} holds ids outside its table "
+                f"of {rows} rows: convert the data again."
+            )
+    is_label = (log.labels == 0) | (log.labels == 1)
+    if len(schema.labels) > 1:
+        is_label |= np.isnan(log.labels)
+    if not (is_label.all() and np.isfinite(log.weights).all()):
+        raise ValueError(
+            f"{name} holds a label that is neither 0 nor 1, or a weight that is not "
+            "finite: convert the data again."
+        )

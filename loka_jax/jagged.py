@@ -1,0 +1,269 @@
+"""Jagged rows: which rows of a batch see which, and in which blocks they lie.
+
+The sequences of a batch lie one after another in rows [C, ...]; sequence b has the rows
+`offsets[b]` to `offsets[b + 1]`: contextual tokens, then a history in order, then
+candidates. Row i sees row j of its sequence if
+
+    j = i
+    or j is no candidate, and i is contextual
+    or j is no candidate, j < i, and i has no window, or j is contextual, or among the
+       oldest after these, or fewer than `window` places before i
+
+where all candidates have the place after the history. So candidates do not see each
+other, and contextual tokens see all but candidates. (`generative-recommenders`; the
+oldest and newest are the semi-local attention of ULTRA-HSTU, arXiv 2602.16986.)
+
+What a row sees, and by which rows it is seen, are a span of rows, for some a second one
+before it, and the row itself. Attention works on blocks of rows, whoever they belong
+to: spans say which pairs of blocks it may skip, and which need no mask.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+
+class Rule(NamedTuple):
+    """Who sees whom, besides the offsets.
+
+    Attributes:
+        num_contextual: tokens at the start of each sequence; none if None.
+        num_candidates: tokens at the end of each sequence; none if None.
+        window: rows that a row sees, itself included; all before it if None.
+        oldest: rows after the contextual ones that all later rows see, whatever the
+            window.
+    """
+
+    num_contextual: Int32[Array, " B"] | None = None
+    num_candidates: Int32[Array, " B"] | None = None
+    window: int | None = None
+    oldest: int = 0
+
+
+class Spans(NamedTuple):
+    """For each row a span of rows, and a second one before it, each half open.
+
+    Rows beyond the last sequence have empty spans, which start at C.
+    """
+
+    first: Int32[Array, " C"]
+    last: Int32[Array, " C"]
+    second_first: Int32[Array, " C"] | None = None
+    second_last: Int32[Array, " C"] | None = None
+
+
+class Pass(NamedTuple):
+    """A pass of attention: what each block of fixed rows sums over streamed ones.
+
+    With fixed rows a and b, streamed rows x and y, scores `S = scale a x^T` and 0 where
+    a query does not see a key:
+
+        slopes  (silu'(S) * b y^T) x scale / N
+        values  silu(S) y / N
+
+    Attributes:
+        by_key: the fixed rows are keys and the streamed ones queries.
+        has_slopes: whether slopes are wanted.
+        has_values: whether values are.
+    """
+
+    by_key: bool
+    has_slopes: bool
+    has_values: bool
+
+
+FORWARD = Pass(False, False, True)  # q, none; k, v: the output
+BY_QUERY = Pass(False, True, False)  # q, dout; k, v: dq
+BY_KEY = Pass(True, True, True)  # k, v; q, dout: dk and dv
+
+
+class Visibility(NamedTuple):
+    """What each row sees, and by which rows it is seen.
+
+    Attributes:
+        itself: the row, which sees itself besides its spans, or -1; None if the spans
+            have it.
+        seen_by: spans that may also have rows that do not see it, not outside of blocks
+            that need a mask.
+    """
+
+    sees: Spans
+    itself: Int32[Array, " C"] | None
+    seen_by: Spans
+
+
+class Blocks(NamedTuple):
+    """For each of n blocks of rows, the blocks of other rows that attention visits.
+
+    They are `second_count` blocks from `second`, then as many from `first` that there
+    are `count` in all. Blocks from `full_first` to before `full_last` need no mask.
+    """
+
+    second: Int32[Array, " n"]
+    second_count: Int32[Array, " n"]
+    first: Int32[Array, " n"]
+    count: Int32[Array, " n"]
+    full_first: Int32[Array, " n"]
+    full_last: Int32[Array, " n"]
+
+
+def sequence_of(
+    offsets: Int32[Array, " B_plus_1"], rows: Int32[Array, " n"]
+) -> Int32[Array, " n"]:
+    """Returns the sequence of each row; the last one of rows beyond it."""
+    ends = offsets[1:]
+    found = jnp.searchsorted(ends, rows, side="right", method="scan_unrolled")
+    return jnp.minimum(found, len(ends) - 1)
+
+
+def newest(
+    offsets: Int32[Array, " B_plus_1"], counts: Int32[Array, " B"], most: int
+) -> tuple[Int32[Array, " n"], Int32[Array, " B_plus_1"]]:
+    """Returns the newest `counts` rows of each sequence, and their own offsets.
+
+    Args:
+        most: the number of rows that are returned; those beyond the last sequence are
+            any rows.
+    """
+    none = jnp.zeros(1, jnp.int32)
+    lengths = jnp.minimum(jnp.diff(offsets), counts)
+    kept = jnp.concatenate([none, jnp.cumsum(lengths, dtype=jnp.int32)])
+    places = jnp.arange(most, dtype=jnp.int32)
+    left_out = (offsets - kept)[1:][sequence_of(kept, places)]
+    return jnp.minimum(places + left_out, jnp.maximum(offsets[-1] - 1, 0)), kept
+
+
+def visibility(
+    offsets: Int32[Array, " B_plus_1"], num_rows: int, rule: Rule
+) -> Visibility:
+    """Returns which of `num_rows` rows see which.
+
+    Offsets beyond the rows are cut to them.
+    """
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    offsets = jnp.clip(offsets.astype(jnp.int32), 0, num_rows)
+    is_row = rows < offsets[-1]
+    sequence = sequence_of(offsets, rows)
+    start, end = offsets[sequence], offsets[sequence + 1]
+    history_end = context_end = end
+    if rule.num_candidates is not None:
+        history_end = jnp.maximum(end - rule.num_candidates[sequence], start)
+    context_end = start
+    if rule.num_contextual is not None:
+        context_end = start + rule.num_contextual[sequence]
+        context_end = jnp.minimum(context_end, history_end)
+    places = _Places(rows, is_row, start, context_end, history_end, end)
+    has_itself = rule.num_candidates is not None
+    itself = jnp.where(is_row, rows, -1) if has_itself else None
+    return Visibility(_sees(places, rule), itself, _seen_by(places, rule))
+
+
+class _Places(NamedTuple):
+    """For each row, what its sequence consists of."""
+
+    row: Array
+    is_row: Array
+    start: Array
+    context_end: Array
+    history_end: Array
+    end: Array
+
+
+def _sees(p: _Places, rule: Rule) -> Spans:
+    last = jnp.minimum(p.row + 1, p.history_end)
+    last = jnp.where(p.row < p.context_end, p.history_end, last)
+    if rule.window is None:
+        return _spans(p, (p.start, last))
+    first = jnp.minimum(p.row, p.history_end) + 1 - rule.window
+    first = jnp.where(p.row < p.context_end, p.start, jnp.maximum(first, p.start))
+    kept = jnp.minimum(p.context_end + rule.oldest, last)
+    return _spans(p, (first, last), (p.start, kept))
+
+
+def _seen_by(p: _Places, rule: Rule) -> Spans:
+    is_candidate = p.row >= p.history_end
+    last = p.end
+    if rule.window is not None:
+        reach = p.row + rule.window - 1
+        is_kept = p.row < p.context_end + rule.oldest
+        last = jnp.where(is_kept | (reach >= p.history_end), last, reach + 1)
+    last = jnp.where(is_candidate, p.row + 1, last)
+    if rule.num_contextual is None:
+        return _spans(p, (p.row, last))
+    context_end = jnp.where(is_candidate, p.start, p.context_end)
+    return _spans(p, (p.row, last), (p.start, context_end))
+
+
+def _spans(p: _Places, *pairs: tuple[Array, Array]) -> Spans:
+    """Returns the spans, empty ones where there is no row."""
+    limits: list[Array] = []
+    for first, last in pairs:
+        is_empty = ~p.is_row | (first >= last)
+        limits.append(jnp.where(is_empty, len(p.row), first))
+        limits.append(jnp.where(is_empty, 0, last))
+    return Spans(*limits)
+
+
+def blocks(visible: Visibility, *, by_key: bool, fixed: int, streamed: int) -> Blocks:
+    """Returns which blocks of `streamed` rows each block of `fixed` rows visits.
+
+    Args:
+        by_key: the fixed rows are keys and the streamed ones queries.
+        fixed: a divisor of the number of rows.
+        streamed: rows of a block, likewise.
+    """
+    spans = visible.seen_by if by_key else visible.sees
+    first, last = spans.first, spans.last
+    full_first = -(-_blocked(first, fixed).max(1) // streamed)
+    full_last = _blocked(last, fixed).min(1) // streamed
+    if visible.itself is not None and not by_key:
+        itself = visible.itself
+        first = jnp.where(itself >= 0, jnp.minimum(first, itself), first)
+        last = jnp.maximum(last, itself + 1)
+    begin = _blocked(first, fixed).min(1) // streamed
+    count = jnp.maximum(-(-_blocked(last, fixed).max(1) // streamed) - begin, 0)
+    second, second_count = begin, jnp.zeros_like(begin)
+    if spans.second_first is not None and spans.second_last is not None:
+        second = _blocked(spans.second_first, fixed).min(1) // streamed
+        end = -(-_blocked(spans.second_last, fixed).max(1) // streamed)
+        second_count = jnp.maximum(jnp.minimum(end, begin) - second, 0)
+    return Blocks(
+        second, second_count, begin, second_count + count, full_first, full_last
+    )
+
+
+def padded(visible: Visibility, num_rows: int) -> Visibility:
+    """Returns the visibility of more rows, of which the new ones see none."""
+    count = num_rows - len(visible.sees.first)
+    if count == 0:
+        return visible
+    nowhere = num_rows, 0, num_rows, 0
+
+    def pad(x: Array | None, value: int) -> Any:
+        return None if x is None else jnp.pad(x, (0, count), constant_values=value)
+
+    spans = [Spans(*map(pad, x, nowhere)) for x in (visible.sees, visible.seen_by)]
+    itself = pad(visible.itself, -1)
+    return Visibility(spans[0], itself, spans[1])
+
+
+def _blocked(x: Array, size: int) -> Array:
+    return x.reshape(-1, size)
+
+
+def is_visible(visible: Visibility, keys: jax.Array) -> jax.Array:
+    """Returns which keys the queries see.
+
+    Args:
+        visible: of these queries, with shapes that broadcast against the keys'.
+        keys: positions of the keys.
+    """
+    sees, itself = visible.sees, visible.itself
+    seen = (sees.first <= keys) & (keys < sees.last)
+    if itself is not None:
+        seen |= itself == keys
+    if sees.second_first is not None and sees.second_last is not None:
+        seen |= (sees.second_first <= keys) & (keys < sees.second_last)
+    return seen

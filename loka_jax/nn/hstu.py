@@ -1,0 +1,158 @@
+"""A layer of HSTU on jagged rows, and its attention.
+
+C is the number of rows of all sequences together, B that of sequences, h of heads.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from jaxtyping import Array, Float, Int32
+
+from loka_jax import jagged
+from loka_jax.nn.batched import BatchedSite
+from loka_jax.nn.context import current
+from loka_jax.nn.dense import Dense
+from loka_jax.nn.norms import check_choice, normalize
+from loka_jax.ops import jagged_attention as ops
+from loka_jax.ops.device import local_device
+from loka_jax.recipe import Recipe
+from loka_jax.site import SiteSpec
+
+
+def jagged_attention(
+    q: Float[Array, "C h d_qk"],
+    k: Float[Array, "C h d_qk"],
+    v: Float[Array, "C h d_v"],
+    offsets: Int32[Array, " B_plus_1"],
+    *,
+    implementation: Literal["xla"] | None = None,
+    **rule,
+) -> Float[Array, "C h d_v"]:
+    """Returns `ops.jagged_attention` by kernels where they serve it, and else by XLA.
+
+    Args:
+        implementation: "xla" for XLA everywhere.
+        rule: the keyword arguments of `ops.jagged_attention` but its plan.
+
+    Raises:
+        ValueError: as of `ops.jagged_attention`.
+    """
+    plan = _plan(q, v, implementation)
+    return ops.jagged_attention(q, k, v, offsets, plan=plan, **rule)
+
+
+def newest_rows(
+    x: Float[Array, "C D"],
+    offsets: Int32[Array, " B_plus_1"],
+    targets: Int32[Array, " N"],
+    counts: Int32[Array, " B"],
+    most: int,
+) -> tuple[Float[Array, "n D"], Int32[Array, " B_plus_1"], Int32[Array, " N"]]:
+    """Returns the newest `counts` rows of each sequence, their offsets and targets.
+
+    Args:
+        targets: rows among the newest, whose places are returned.
+        most: a bound of the sum of `counts`.
+    """
+    rows, kept = jagged.newest(offsets, counts, min(most, len(x)))
+    left_out = (offsets - kept)[1:][jagged.sequence_of(offsets, targets)]
+    return x[rows], kept, jnp.maximum(targets - left_out, 0)
+
+
+def _plan(
+    q: Array, v: Array, implementation: Literal["xla"] | None
+) -> ops.AttentionPlan:
+    """Returns what runs attention on the device that sites are planned for."""
+    check_choice("implementation", implementation, ("xla", None))
+    if implementation == "xla":
+        return ops.BY_XLA
+    return ops.plan_jagged_attention(q, v, current().device or local_device())
+
+
+class HstuLayer(linen.Module):
+    """A layer of HSTU, as its published code has it.
+
+        [U; V; Q; K] = norm(X) W_uvqk + b            U = silu(U)
+        A V          = silu(Q K^T / sqrt(d_qk)) / N  V       over the rows seen
+        X'           = X + [U; A V; norm(A V) * U] W_o
+
+    `uvqk` and `out` are sites; the products `scores` and `values` are within each
+    sequence, and run in the compute dtype.
+
+    Attributes:
+        num_heads: h.
+        qk_dim: d_qk, of a head.
+        v_dim: of a head, for U, V and A V.
+        max_length: N, not less than the rows of the longest sequence.
+        window: of rows seen; see `ops.jagged_attention`, also for `oldest`.
+        dropout_rate: of what `out` reads, in training.
+        implementation: "xla" for an attention by XLA everywhere.
+
+    References:
+        Zhai et al., Actions Speak Louder than Words, arXiv 2402.17152, eqs. 1 to 3.
+    """
+
+    num_heads: int
+    qk_dim: int
+    v_dim: int
+    max_length: int
+    window: int | None = None
+    oldest: int = 0
+    dropout_rate: float = 0.0
+    recipe: str | Recipe = "fp8_tensorwise"
+    use_bias: bool = True
+    implementation: Literal["xla"] | None = None
+
+    @linen.compact
+    def __call__(
+        self,
+        x: Float[Array, "C D"],
+        offsets: Int32[Array, " B_plus_1"],
+        *,
+        num_contextual: Int32[Array, " B"] | None = None,
+        num_candidates: Int32[Array, " B"] | None = None,
+        train: bool = False,
+    ) -> Float[Array, "C D"]:
+        """Returns a row for each row. Training with dropout needs its rng.
+
+        Args:
+            x: rows; those from the last offset on are padding, and stay finite.
+            offsets, num_contextual, num_candidates: as of `jagged_attention`.
+            train: drop activations.
+        """
+        count, width = x.shape
+        heads, qk, v = self.num_heads, self.qk_dim, self.v_dim
+        normed = normalize(x, "layer", train=train, name="norm")
+        uvqk = self._dense(2 * heads * (v + qk), "uvqk")(normed)
+        parts = (heads * v, 2 * heads * v, heads * (2 * v + qk))
+        u, values, q, k = jnp.split(uvqk, parts, axis=1)
+        u = jax.nn.silu(u)
+        q, k, values = (z.reshape(count, heads, -1) for z in (q, k, values))
+        plan = _plan(q, values, self.implementation)
+        attended = ops.jagged_attention(
+            *(q, k, values, offsets),
+            num_contextual=num_contextual,
+            num_candidates=num_candidates,
+            window=self.window,
+            oldest=self.oldest,
+            scale=qk**-0.5,
+            max_length=self.max_length,
+            plan=plan,
+        ).reshape(count, heads * v)
+        self._announce("scores", SiteSpec(m=count, k=qk, n=self.max_length), plan)
+        self._announce("values", SiteSpec(m=count, k=self.max_length, n=v), plan)
+        gated = normalize(attended, "layer", train=train, name="attention_norm") * u
+        joined = jnp.concatenate([u, attended, gated], axis=1)
+        dropped = linen.Dropout(self.dropout_rate, deterministic=not train)(joined)
+        return x + self._dense(width, "out", use_bias=False)(dropped)
+
+    @linen.nowrap
+    def _dense(self, features: int, name: str, use_bias: bool = True) -> Dense:
+        bias = use_bias and self.use_bias
+        return Dense(features, recipe=self.recipe, use_bias=bias, name=name)
+
+    def _announce(self, name: str, spec: SiteSpec, plan: ops.AttentionPlan) -> None:
+        site = BatchedSite(self.recipe, name=name)
+        site.announce(self.num_heads, spec, together=plan)

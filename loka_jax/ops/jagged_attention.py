@@ -1,0 +1,164 @@
+"""HSTU's attention over jagged rows.
+
+    out_i = sum over j of silu(scale q_i . k_j) / N v_j
+
+over the rows j that row i sees, see `jagged`: no softmax, N a constant. (Zhai et al.,
+"Actions Speak Louder than Words", arXiv 2402.17152, section 3.2.)
+
+Neither pass stores scores: the backward pass computes them again. It is two passes of
+its own, one for each direction of the scores, which sum in a fixed order: results do
+not differ between runs.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from loka_jax import checked, jagged
+from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Pass, Rule, Visibility
+from loka_jax.mapped import by_kernel, equally_varying
+from loka_jax.ops.device import Device
+from loka_jax.recipe import Role
+from loka_jax.xla import jagged_attention as xla
+
+
+class AttentionPlan(NamedTuple):
+    """What runs `jagged_attention`: Pallas kernels or XLA. Static under jit.
+
+    Attributes:
+        why_xla: why XLA runs it; None for kernels.
+    """
+
+    why_xla: str | None
+    interpret: Any = None
+
+    def why_not(self, role: Role) -> str | None:
+        """Returns why XLA runs a role; None for a kernel."""
+        del role
+        return self.why_xla
+
+
+BY_XLA = AttentionPlan("provider 'xla'")
+
+
+def plan_jagged_attention(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    v: jax.Array | jax.ShapeDtypeStruct,
+    device: Device,
+) -> AttentionPlan:
+    """Returns whether kernels run `jagged_attention` on a device."""
+    reason = device.why_not_pallas
+    if reason is None and {q.dtype, v.dtype} != {jnp.dtype(jnp.bfloat16)}:
+        reason = f"q in {q.dtype} and v in {v.dtype}"
+    if reason is not None:
+        return AttentionPlan(reason)
+    # With Mosaic GPU, which a CPU has no use for.
+    from loka_jax.pallas import jagged_attention as kernel
+
+    _, heads, size = q.shape
+    problem = kernel.Problem(heads=heads, size=size, value_size=v.shape[-1])
+    reason = kernel.why_not(problem) or checked.why_wrong("jagged_attention")
+    return AttentionPlan(reason, device.interpret)
+
+
+def jagged_attention(
+    q: Float[Array, "C heads d_qk"],
+    k: Float[Array, "C heads d_qk"],
+    v: Float[Array, "C heads d_v"],
+    offsets: Int32[Array, " B_plus_1"],
+    *,
+    num_contextual: Int32[Array, " B"] | None = None,
+    num_candidates: Int32[Array, " B"] | None = None,
+    window: int | None = None,
+    oldest: int = 0,
+    scale: float,
+    max_length: int,
+    plan: AttentionPlan = BY_XLA,
+) -> Float[Array, "C heads d_v"]:
+    """Returns HSTU's attention of each sequence, in the dtype of v; differentiable.
+
+    Sums are float32; silu of the scores and, in the backward pass, the gradient of the
+    scores are rounded to the dtype of the rows. Rows beyond `offsets[-1]` get zeros and
+    have no gradient; they must be finite, as all rows of a block are multiplied.
+
+    Args:
+        offsets: sequence b has rows `offsets[b]` to `offsets[b + 1]`, maybe none;
+            offsets beyond C are cut to it.
+        num_contextual: tokens at the start of each sequence that see its history, and
+            that all see; none by default.
+        num_candidates: tokens at its end that do not see each other; none by default.
+        window: rows that a row sees, itself included; all before it by default.
+        oldest: rows after the contextual ones that are seen whatever the window.
+        scale: factor of the scores, usually `d_qk ** -0.5`.
+        max_length: N. It limits no length: longer sequences are right as well.
+
+    Raises:
+        ValueError: if shapes do not match, or numbers are out of range.
+    """
+    _check(q, k, v, offsets)
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: it must be at least 1, or None.")
+    if oldest < 0 or (oldest and window is None):
+        raise ValueError(f"oldest={oldest}: it must be at least 0, and has a window.")
+    if max_length < 1:
+        raise ValueError(f"max_length={max_length}: it must be at least 1.")
+    rule = Rule(num_contextual, num_candidates, window, oldest)
+    visible = jagged.visibility(offsets, len(q), rule)
+    static = _Static(scale, max_length, plan)
+    q, k, v, *leaves = equally_varying(q, k, v, *jax.tree.leaves(visible))
+    visible = jax.tree.unflatten(jax.tree.structure(visible), leaves)
+    return _attention(static, q, k, v, visible)
+
+
+def _check(q, k, v, offsets) -> None:
+    if q.shape != k.shape or v.shape[:-1] != q.shape[:-1] or q.ndim != 3:
+        raise ValueError(
+            f"q {q.shape}, k {k.shape} and v {v.shape} must be [C, heads, d_qk], the "
+            f"same, and [C, heads, d_v]."
+        )
+    if offsets.ndim != 1 or len(offsets) < 2:
+        raise ValueError(f"offsets {offsets.shape} must be [B + 1], of a sequence.")
+
+
+class _Static(NamedTuple):
+    scale: float
+    max_length: int
+    plan: AttentionPlan
+
+
+def _attend(static: _Static, kind: Pass, fixed, streamed, visible):
+    """Returns the results of a pass."""
+    how: dict[str, Any] = dict(scale=static.scale, max_length=static.max_length)
+    if static.plan.why_xla is not None:
+        return xla.attend(kind, fixed, streamed, visible, **how)
+    from loka_jax.pallas import jagged_attention as kernel
+
+    how["interpret"] = static.plan.interpret
+    run = functools.partial(kernel.attend, kind, **how)
+    return by_kernel(run, fixed, streamed, visible)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static: _Static, q, k, v, visible: Visibility) -> Any:
+    (out,) = _attend(static, FORWARD, (q,), (k, v), visible)
+    return out
+
+
+def _attention_fwd(static: _Static, q, k, v, visible):
+    return _attention(static, q, k, v, visible), (q, k, v, visible)
+
+
+def _attention_bwd(static: _Static, residuals, gradient):
+    q, k, v, visible = residuals
+    (dq,) = _attend(static, BY_QUERY, (q, gradient), (k, v), visible)
+    dk, dv = _attend(static, BY_KEY, (k, v), (q, gradient), visible)
+    # Integers have gradients of a type of their own.
+    none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), visible)
+    return dq, dk, dv, none
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)

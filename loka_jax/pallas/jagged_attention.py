@@ -1,0 +1,413 @@
+"""One kernel for the passes of attention over jagged rows, see `jagged.Pass`.
+
+    slopes  (silu'(S) * b y^T) x scale / N
+    values  silu(S) y / N               S = scale a x^T, where a query sees a key
+
+A CTA takes tiles of fixed rows (a, b) of one head, 64 rows a warpgroup, whoever they
+belong to. A producer warpgroup streams by TMA the blocks (x, y) that some of them see.
+Scores and what follows stay in registers, which are an operand of the second product.
+silu and its slope come from one tanh:
+
+    silu(2 h) = h + h t        2 silu'(2 h) = (1 + t) (1 + h - h t)        t = tanh h
+
+Blocks that all see need no mask. Tiles with the most work go first, and every other
+round in reverse, so that all CTAs end together. Each result is written once: there are
+no atomics, and launches agree bit by bit.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16
+
+from loka_jax import jagged
+from loka_jax.jagged import Pass, Spans, Visibility
+from loka_jax.pallas import tiles
+from loka_jax.pallas.dense_norm_tile import wait_if
+from loka_jax.pallas.jagged_attention_layout import (
+    BF16,
+    TASK,
+    LaunchLayout,
+    Problem,
+    Scratch,
+    TuningConfig,
+    best_config,
+    misfit,
+    search_space,
+    why_not,
+)
+from loka_jax.pallas.tiles import ROWS
+
+__all__ = ["Problem", "TuningConfig", "attend", "search_space", "why_not"]
+
+_MAX_SIZE_OF_BOTH = 128  # of a head: more accumulators do not fit the registers
+
+
+def attend(
+    kind: Pass,
+    fixed: tuple[BFloat16[Array, "C h d"], ...],
+    streamed: tuple[BFloat16[Array, "C h d"], ...],
+    visible: Visibility,
+    *,
+    scale: float,
+    max_length: int,
+    config: TuningConfig | None = None,
+    interpret: Any = None,
+) -> tuple[BFloat16[Array, "C h d"], ...]:
+    """Returns the wanted ones of slopes and values.
+
+    Sums are float32; silu(S) and its slope times `b y^T` are rounded to bfloat16.
+
+    Args:
+        fixed: a, and b where slopes are wanted.
+        streamed: x and y.
+        max_length: N.
+
+    Raises:
+        ValueError: if heads are not served (see `why_not`), or the config does not fit.
+    """
+    assert {z.dtype for z in (*fixed, *streamed)} == {jnp.dtype(BF16)}
+    rows, heads, size = fixed[0].shape
+    value_size = streamed[1].shape[-1]
+    reason = why_not(Problem(heads=heads, size=size, value_size=value_size))
+    if reason is not None:
+        raise ValueError(f"pallas jagged_attention does not serve {reason}.")
+    how: dict[str, Any] = dict(scale=scale, max_length=max_length)
+    how |= dict(config=config, interpret=interpret)
+    if kind.has_slopes and kind.has_values and size > _MAX_SIZE_OF_BOTH:
+        parts = (
+            attend(kind._replace(has_values=False), fixed, streamed, visible, **how),
+            attend(
+                kind._replace(has_slopes=False), fixed[:1], streamed, visible, **how
+            ),
+        )
+        return sum(parts, ())
+    layout = LaunchLayout(
+        kind,
+        rows,
+        heads,
+        size,
+        scale,
+        max_length,
+        config or best_config(kind, size),
+        interpret is not None,
+    )
+    reason = misfit(layout)
+    if reason is not None:
+        raise ValueError(f"{layout.config} does not fit: {reason}.")
+    return _launch(layout, (fixed, streamed, visible), interpret)
+
+
+@tiles.lowered_once
+def _launch(layout: LaunchLayout, inputs, interpret):
+    fixed, streamed, visible = inputs
+    pad = layout.padded_rows - layout.rows
+    if pad:
+        rows = [jnp.pad(z, ((0, pad), (0, 0), (0, 0))) for z in (*fixed, *streamed)]
+        visible = jagged.padded(visible, layout.padded_rows)
+    else:
+        rows = [*fixed, *streamed]
+    out = plgpu.kernel(
+        _Kernel(layout).body,
+        out_type=layout.results(),
+        scratch_types=layout.scratch(),
+        grid=(layout.ctas,),
+        grid_names=("cta",),
+        num_threads=layout.config.warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=tiles.compiler_params(),
+        interpret=interpret,
+    )(*rows, _tasks(layout, visible), *jax.tree.leaves(visible._replace(seen_by=())))
+    return tuple(z[: layout.rows] for z in out)
+
+
+def _tasks(layout: LaunchLayout, visible: Visibility):
+    """Returns the columns `TASK` of all tiles, those with the most work first."""
+    visits = jagged.blocks(
+        visible,
+        by_key=layout.kind.by_key,
+        fixed=layout.tile,
+        streamed=layout.config.block,
+    )
+    tile = jnp.arange(len(visits.count), dtype=jnp.int32)
+    order = jnp.argsort(-visits.count, stable=True)
+    return jnp.stack([tile, *visits], axis=1)[order]
+
+
+class _Task(NamedTuple):
+    """A tile of a head, and the blocks that it visits."""
+
+    head: Any
+    tile: Any
+    second: Any
+    second_count: Any
+    first: Any
+    count: Any
+    full_first: Any
+    full_last: Any
+
+    def block(self, step):
+        """Returns the block visited at a step."""
+        is_second = step < self.second_count
+        return step + jnp.where(is_second, self.second, self.first - self.second_count)
+
+    def is_full(self, block):
+        """Returns whether all see all of a block."""
+        return (block >= self.full_first) & (block < self.full_last)
+
+
+class _Kernel:
+    """The work of a CTA's warpgroups."""
+
+    def __init__(self, layout: LaunchLayout):
+        self.layout, self.config, self.kind = layout, layout.config, layout.kind
+
+    def body(self, *arrays, **scratch):
+        """The kernel: the last warpgroup loads, the others compute."""
+        refs, results = Scratch(**scratch), len(self.layout.factors())
+        arrays, out = arrays[:-results], arrays[-results:]
+        rows = 3 + self.kind.has_slopes
+        operands, tasks, limits = arrays[:rows], arrays[rows], arrays[rows + 1 :]
+        warpgroup, warpgroups = lax.axis_index("warpgroup"), self.config.warpgroups
+
+        @pl.when(warpgroup == warpgroups)
+        def _():
+            plgpu.set_max_registers(tiles.PRODUCER_REGISTERS, action="decrease")
+            self._produce(operands, tasks, refs)
+
+        @pl.when(warpgroup < warpgroups)
+        def _():
+            registers = tiles.consumer_registers(warpgroups)
+            plgpu.set_max_registers(registers, action="increase")
+            worker = _Worker(self.layout, refs, warpgroup, limits, out)
+            self._each_task(tasks, worker.compute)
+
+    def _each_task(self, tasks, do):
+        """Calls `do(task, round, count)` for this CTA's tasks, count of blocks before.
+
+        Every other round has the CTAs in reverse. Returns the number of tasks, and of
+        blocks.
+        """
+        cta, ctas = lax.axis_index("cta"), self.layout.ctas
+        rounds, rest = divmod(self.layout.items, ctas)
+
+        def position(round):
+            return jnp.where(lax.rem(round, 2) == 0, cta, ctas - 1 - cta)
+
+        def work(round, count):
+            item = round * ctas + position(round)
+            row, head = (
+                lax.div(item, self.layout.heads),
+                lax.rem(item, self.layout.heads),
+            )
+            task = _Task(head, *(tasks[row, i] for i in range(len(TASK))))
+            do(task, round, count)
+            return count + task.count
+
+        mine = rounds + jnp.where(position(jnp.int32(rounds)) < rest, 1, 0)
+        return mine, lax.fori_loop(0, mine, work, jnp.int32(0))
+
+    def _produce(self, operands, tasks, refs: Scratch):
+        """Keeps the buffers of fixed and streamed rows filled."""
+        config, warpgroups = self.config, self.config.warpgroups
+        *fixed, x, y = operands
+        rings = (
+            (x, refs.x, refs.x_full, refs.x_empty, config.x_stages),
+            (y, refs.y, refs.y_full, refs.y_empty, config.y_stages),
+        )
+
+        def load(task, round, count):
+            stage = lax.rem(round, config.fixed_stages)
+            wait_if(round >= config.fixed_stages, refs.fixed_empty.at[stage])
+            for i in range(warpgroups):
+                rows = pl.ds(task.tile * self.layout.tile + i * ROWS, ROWS)
+                for source, target in zip(fixed, (refs.a, refs.b), strict=False):
+                    plgpu.copy_gmem_to_smem(
+                        source.at[rows, task.head],
+                        target.at[stage * warpgroups + i],
+                        refs.fixed_full.at[stage],
+                    )
+
+            @pl.loop(0, task.count)
+            def _(step):
+                rows = pl.ds(task.block(step) * config.block, config.block)
+                for source, buffer, full, empty, stages in rings:
+                    slot = lax.rem(count + step, stages)
+                    wait_if(count + step >= stages, empty.at[slot])
+                    part = source.at[rows, task.head]
+                    plgpu.copy_gmem_to_smem(part, buffer.at[slot], full.at[slot])
+
+        rounds, count = self._each_task(tasks, load)
+        # All have been read when the kernel ends.
+        ends = [(count, empty, stages) for *_, empty, stages in rings]
+        ends.append((rounds, refs.fixed_empty, config.fixed_stages))
+        for total, empty, stages in ends:
+            for last in range(stages):
+                number = total - 1 - last
+                wait_if(number >= 0, empty.at[lax.rem(number + stages, stages)])
+
+
+class _Worker:
+    """A warpgroup that computes 64 rows of each tile."""
+
+    def __init__(self, layout: LaunchLayout, refs: Scratch, warpgroup, limits, out):
+        self.layout, self.config, self.kind = layout, layout.config, layout.kind
+        self.refs, self.warpgroup, self.limits, self.out = refs, warpgroup, limits, out
+
+    def _meet(self):
+        """Waits for the other warpgroup: one goes on to products, one from them."""
+        if self.layout.takes_turns:
+            plgpu.barrier_arrive(self.refs.turn)
+            plgpu.barrier_wait(self.refs.turn)
+
+    def compute(self, task: _Task, round, count):
+        """Computes and stores a warpgroup's part of a task."""
+        refs, warpgroups = self.refs, self.config.warpgroups
+        stage = lax.rem(round, self.config.fixed_stages)
+        own = stage * warpgroups + self.warpgroup
+        row = task.tile * self.layout.tile + self.warpgroup * ROWS
+        plgpu.barrier_wait(refs.fixed_full.at[stage])
+        limits = None if self.kind.by_key else self._limits(row, ROWS, tiles.PER_ROW)
+
+        def accumulate(*sums):
+            # The first warpgroup goes ahead by half a step.
+            pl.when(self.warpgroup == 1)(self._meet)
+
+            @pl.loop(0, task.count)
+            def _(step):
+                # Or LLVM would keep the operands' descriptors in registers: many.
+                fixed = self._fixed(lax.optimization_barrier(own))
+                self._step(task, step, count + step, fixed, (row, limits), sums)
+
+            pl.when(self.warpgroup == 0)(self._meet)
+            totals = [total[...] for total in sums]
+            pl.when(task.count > 0)(lambda: self._release(count + task.count - 1))
+            return totals
+
+        results = self.layout.factors()
+        sums = [tiles.accumulator(ROWS, self.layout.size) for _ in results]
+        totals = pl.run_scoped(accumulate, *sums)
+        # The fixed rows have been read: results leave by way of their memory.
+        buffers = self._fixed(own)[: len(results)]
+        for total, factor, buffer in zip(totals, results, buffers, strict=True):
+            buffer[...] = (total * factor).astype(BF16)
+        plgpu.commit_smem()
+        for buffer, out in zip(buffers, self.out, strict=True):
+            plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(row, ROWS), task.head])
+        tiles.drain()
+        plgpu.barrier_arrive(refs.fixed_empty.at[stage])
+
+    def _fixed(self, own):
+        """Returns a warpgroup's fixed rows."""
+        return [z.at[own] for z in (self.refs.a, self.refs.b) if z is not None]
+
+    def _step(self, task: _Task, step, count, fixed, rows, sums):
+        """Adds a block's part to the sums."""
+        refs, config, kind = self.refs, self.config, self.kind
+        slots = lax.rem(count, config.x_stages), lax.rem(count, config.y_stages)
+        x, y = refs.x.at[slots[0]], refs.y.at[slots[1]]
+        plgpu.barrier_wait(refs.x_full.at[slots[0]])
+        if kind.has_slopes:
+            plgpu.barrier_wait(refs.y_full.at[slots[1]])
+        products = self._products(fixed, (x, y))
+        # Reading the scores has waited for the products of the step before as well.
+        pl.when(step > 0)(lambda: self._release(count - 1))
+        if not kind.has_slopes:
+            plgpu.barrier_arrive(refs.x_empty.at[slots[0]])
+        if not kind.has_values:
+            plgpu.barrier_arrive(refs.y_empty.at[slots[1]])
+        weights = self._masked(task, task.block(step), rows, self._weights(*products))
+        if self.layout.takes_turns:
+            plgpu.barrier_arrive(refs.turn)
+        if not kind.has_slopes:
+            plgpu.barrier_wait(refs.y_full.at[slots[1]])
+        if self.layout.takes_turns:
+            plgpu.barrier_wait(refs.turn)
+        streamed = [x] * kind.has_slopes + [y] * kind.has_values
+        for total, weight, operand in zip(sums, weights, streamed, strict=True):
+            plgpu.wgmma(total, self._operand(weight), operand)
+        if not config.overlaps:
+            plgpu.wgmma_wait(0)
+
+    def _release(self, count):
+        """Releases what the sums have read of a block."""
+        refs, config = self.refs, self.config
+        if self.kind.has_slopes:
+            plgpu.barrier_arrive(refs.x_empty.at[lax.rem(count, config.x_stages)])
+        if self.kind.has_values:
+            plgpu.barrier_arrive(refs.y_empty.at[lax.rem(count, config.y_stages)])
+
+    def _products(self, fixed, streamed):
+        """Returns `a x^T`, and `b y^T` where slopes are wanted."""
+
+        def multiply(*accumulators):
+            triples = zip(accumulators, fixed, streamed, strict=False)
+            for accumulator, lhs, rhs in triples:
+                plgpu.wgmma(accumulator, lhs, rhs.transpose((1, 0)))
+            self._meet()
+            return [accumulator[...] for accumulator in accumulators]
+
+        types = [tiles.accumulator(ROWS, self.config.block) for _ in fixed]
+        return pl.run_scoped(multiply, *types)
+
+    def _weights(self, scores, by_value=None):
+        """Returns what the sums weight rows by: doubled slopes, values."""
+        h = scores * (self.layout.scale / 2)
+        t = jnp.tanh(h)
+        weights = []
+        if self.kind.has_slopes:
+            rise = 1.0 + t
+            weights.append(by_value * (rise + rise * (h - h * t)))
+        if self.kind.has_values:
+            weights.append(h + h * t)
+        return [weight.astype(BF16) for weight in weights]
+
+    def _masked(self, task: _Task, block, rows, weights):
+        """Returns weights that are 0 where a query does not see a key."""
+
+        def masked(*weights):
+            mask = self._mask(block, *rows)
+            return [jnp.where(mask, weight, BF16(0)) for weight in weights]
+
+        return lax.cond(task.is_full(block), lambda *x: list(x), masked, *weights)
+
+    def _mask(self, block, row, limits):
+        """Returns which query sees which key."""
+        size = self.config.block
+        shape, start = (ROWS, size), block * size
+        iota = lambda axis: plgpu.broadcasted_iota(  # noqa: E731
+            jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA
+        )
+        if self.kind.by_key:
+            keys = iota(0) + row
+            limits = self._limits(start, size, tiles.PER_COLUMN)
+            spread = lambda z: tiles.per_column(z, ROWS)  # noqa: E731
+        else:
+            keys = iota(1) + start
+            spread = lambda z: tiles.per_row(z, size)  # noqa: E731
+        return jagged.is_visible(jax.tree.map(spread, limits), keys)
+
+    def _limits(self, start, count: int, layout) -> Visibility:
+        """Returns what some queries see."""
+        rows = pl.ds(start, count)
+        loaded = [
+            plgpu.load(limit.at[rows], layout=layout, optimized=False)
+            for limit in self.limits
+        ]
+        first, last, *others = loaded
+        second = others[:2] if len(others) >= 2 else (None, None)
+        itself = others[-1] if len(others) % 2 else None
+        return Visibility(Spans(first, last, *second), itself, seen_by=())  # pyright: ignore
+
+    def _operand(self, weight):
+        """Returns the operand of a product; the interpreter needs it in memory."""
+        if self.refs.weights is None:
+            return weight
+        memory = self.refs.weights.at[self.warpgroup]
+        memory[...] = weight
+        plgpu.commit_smem()
+        return memory

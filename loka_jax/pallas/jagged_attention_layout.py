@@ -1,0 +1,250 @@
+"""The static side of `jagged_attention`: problems, tuning configs, launch layouts.
+
+Which problems are served, and how a launch is laid out, is decided here without a GPU:
+shared memory is counted, not tried.
+"""
+
+import dataclasses
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from loka_jax.jagged import Blocks, Pass
+from loka_jax.pallas import tiles
+from loka_jax.pallas.tiles import ROWS
+
+BF16 = jnp.bfloat16
+SIZES = (64, 128, 256)  # of heads
+_SPARE_REGISTERS = 40  # of a thread, besides accumulators
+TASK = ("tile", *Blocks._fields)  # the columns of what the kernel reads of a tile
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What a launch computes.
+
+    Attributes:
+        size: of a head in q and k.
+        value_size: of a head in v.
+    """
+
+    heads: int
+    size: int
+    value_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningConfig:
+    """The tunable parameters of a launch.
+
+    Attributes:
+        warpgroups: that compute, each for 64 fixed rows.
+        block: streamed rows at a time.
+        fixed_stages: tiles of fixed rows in shared memory.
+        x_stages: blocks of x in flight, in a ring buffer; likewise `y_stages`.
+        takes_turns: whether two warpgroups alternate between products and the rest.
+        overlaps: whether scores are begun before the sums' products have ended.
+    """
+
+    warpgroups: int = 2
+    block: int = 128
+    fixed_stages: int = 1
+    x_stages: int = 2
+    y_stages: int = 2
+    takes_turns: bool = True
+    overlaps: bool = True
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers; None where not needed.
+
+    A barrier `*_full` completes when that memory is filled, `*_empty` when it was read.
+    """
+
+    a: Any  # [fixed_stages * warpgroups, 64, size]
+    x: Any  # [x_stages, block, size]
+    y: Any  # [y_stages, block, size]
+    fixed_full: Any
+    fixed_empty: Any
+    x_full: Any
+    x_empty: Any
+    y_full: Any
+    y_empty: Any
+    b: Any = None  # as a
+    turn: Any = None
+    weights: Any = None  # [warpgroups, 64, block]; for the interpreter
+
+
+class LaunchLayout(NamedTuple):
+    """How a launch is laid out. Static under jit.
+
+    Attributes:
+        rows: C.
+        scale: factor of the scores.
+        max_length: N.
+    """
+
+    kind: Pass
+    rows: int
+    heads: int
+    size: int
+    scale: float
+    max_length: int
+    config: TuningConfig
+    is_interpreted: bool
+
+    @property
+    def tile(self) -> int:
+        """Fixed rows of a CTA at a time."""
+        return ROWS * self.config.warpgroups
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows in whole tiles and blocks."""
+        unit = math.lcm(self.tile, self.config.block)
+        return -(-self.rows // unit) * unit
+
+    @property
+    def items(self) -> int:
+        """Tiles of all heads."""
+        return self.padded_rows // self.tile * self.heads
+
+    @property
+    def ctas(self) -> int:
+        """CTAs, each of which takes one item after another."""
+        return min(tiles.SMS, self.items)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the warpgroups alternate."""
+        return self.config.takes_turns and self.config.warpgroups == 2
+
+    def factors(self) -> list[float]:
+        """Returns the factors of slopes, whose sums are doubled, and of values."""
+        factors = []
+        if self.kind.has_slopes:
+            factors.append(self.scale / (2 * self.max_length))
+        if self.kind.has_values:
+            factors.append(1 / self.max_length)
+        return factors
+
+    def scratch(self) -> dict[str, Any]:
+        """Returns the fields of `Scratch` that are needed."""
+        config, barrier = self.config, plgpu.Barrier
+        warpgroups, stages = config.warpgroups, config.fixed_stages
+        fixed = _operand(stages * warpgroups, ROWS, self.size)
+        copies = warpgroups * (1 + self.kind.has_slopes)
+        empty: dict[str, Any] = dict(num_arrivals=warpgroups)
+        fields = dict(
+            a=fixed,
+            x=_operand(config.x_stages, config.block, self.size),
+            y=_operand(config.y_stages, config.block, self.size),
+            fixed_full=barrier(num_barriers=stages, num_arrivals=copies),
+            fixed_empty=barrier(num_barriers=stages, **empty),
+            x_full=barrier(num_barriers=config.x_stages),
+            x_empty=barrier(num_barriers=config.x_stages, **empty),
+            y_full=barrier(num_barriers=config.y_stages),
+            y_empty=barrier(num_barriers=config.y_stages, **empty),
+        )
+        if self.kind.has_slopes:
+            fields["b"] = fixed
+        if self.takes_turns:
+            fields["turn"] = barrier(**empty)
+        if self.is_interpreted:
+            fields["weights"] = _operand(warpgroups, ROWS, config.block)
+        return fields
+
+    def results(self) -> list[jax.ShapeDtypeStruct]:
+        """Returns the types of the results."""
+        shape = (self.padded_rows, self.heads, self.size)
+        return [jax.ShapeDtypeStruct(shape, BF16) for _ in self.factors()]
+
+
+def why_not(problem: Problem) -> str | None:
+    """Returns why a problem is not served, or None if it is."""
+    p = problem
+    if p.size != p.value_size:
+        return f"heads of size {p.size} in q and k, and {p.value_size} in v"
+    if p.size not in SIZES:
+        return f"heads of size {p.size}, not {', '.join(map(str, SIZES))}"
+    return None
+
+
+def misfit(layout: LaunchLayout) -> str | None:
+    """Returns why a launch cannot be laid out, or None if it can."""
+    config = layout.config
+    if config.block % ROWS or config.block > tiles.TMA_SIDE:
+        return f"a block of {config.block} is no multiple of {ROWS} up to 256"
+    if layout.kind.has_slopes and _least_stages(layout) < 2:
+        return "a block is read until the scores of the next: it takes two stages"
+    scratch = layout._replace(is_interpreted=False).scratch()
+    size = tiles.shared_memory_bytes(scratch.values())
+    if size > tiles.SMEM_BYTES:
+        return f"it takes {size} bytes of shared memory of {tiles.SMEM_BYTES}"
+    return None
+
+
+def _least_stages(layout: LaunchLayout) -> int:
+    """Returns the stages of the rings that products of sums read."""
+    config, has_values = layout.config, layout.kind.has_values
+    return min(config.x_stages, config.y_stages if has_values else config.x_stages)
+
+
+def search_space(kind: Pass, size: int) -> list[TuningConfig]:
+    """Returns the configs worth trying, the default first."""
+    shapes = [(2, 64), (2, 128)]
+    if size == 64:
+        shapes += [(3, 64), (3, 128), (2, 256)]
+    elif kind.has_slopes or size > 128:
+        shapes = shapes[:1]
+    default = best_config(kind, size)
+    configs = [default]
+    for shape, turns, overlaps in itertools.product(
+        shapes, (True, False), (True, False)
+    ):
+        if turns and shape[0] != 2:
+            continue
+        for stages in ((2, 4, 4), (1, 3, 3), (2, 2, 2), (1, 2, 2), (1, 2, 1)):
+            config = TuningConfig(*shape, *stages, turns, overlaps)
+            if _is_served(kind, size, config):
+                configs.append(config)
+                break
+    return list(dict.fromkeys(configs))
+
+
+def _is_served(kind: Pass, size: int, config: TuningConfig) -> bool:
+    """Returns whether a config fits, as ptxas does: a weight takes half a register."""
+    results = kind.has_slopes + kind.has_values
+    registers = size // 2 * results + config.block // 2 * (1 + kind.has_slopes)
+    registers += config.block // 4 * results * config.overlaps + _SPARE_REGISTERS
+    if registers > tiles.consumer_registers(config.warpgroups):
+        return False
+    return misfit(LaunchLayout(kind, 1, 1, size, 1.0, 1, config, False)) is None
+
+
+def best_config(kind: Pass, size: int) -> TuningConfig:
+    """Returns the default config of a launch.
+
+    Where scores and sums leave few registers, their products do not overlap: ptxas
+    would serialize all.
+    """
+    if not kind.has_slopes:
+        return {
+            64: TuningConfig(2, 128, 2, 4, 4),
+            128: TuningConfig(2, 128, 1, 3, 3),
+            256: TuningConfig(2, 64, 1, 2, 2),
+        }[size]
+    return {
+        64: TuningConfig(2, 64, 2, 4, 4),
+        128: TuningConfig(2, 64, 1, 3, 3, overlaps=not kind.has_values),
+        256: TuningConfig(2, 64, 1, 2, 1, overlaps=False),
+    }[size]
+
+
+def _operand(*shape: int):
+    """Returns the type of an operand of `wgmma` in shared memory."""
+    return tiles.swizzled(shape, BF16, columns=64)

@@ -1,0 +1,102 @@
+"""Mistakes in event logs, their histories, and attention over them."""
+
+from tests.drills.mistakes import Mistake
+
+CANDIDATES = "loka_jax/data/candidates.py"
+EVENTS = "loka_jax/data/events.py"
+JAGGED = "loka_jax/jagged.py"
+SEQUENCES = "loka_jax/data/sequences.py"
+
+MISTAKES = [
+    Mistake(
+        "a history holds the events of the same time",
+        EVENTS,
+        "            stops = log.before[anchors]\n",
+        "            stops = anchors\n",
+        "unit/data/events_test.py",
+    ),
+    Mistake(
+        "a history holds the example itself",
+        EVENTS,
+        "            stops = log.before[anchors]\n",
+        "            stops = anchors + 1\n",
+        "unit/data/events_test.py",
+    ),
+    Mistake(
+        "a history begins among the events of another user",
+        EVENTS,
+        "            starts = np.maximum(log.first[anchors], stops - layout.history)\n",
+        "            starts = np.maximum(0, stops - layout.history)\n",
+        "unit/data/events_test.py",
+    ),
+    Mistake(
+        "a candidate has its actions",
+        SEQUENCES,
+        "    ids[rows.is_candidate, ids.shape[1] - len(schema.actions) :] = 0\n",
+        "",
+        "unit/data/events_test.py",
+    ),
+    Mistake(
+        "a candidate has its answers",
+        SEQUENCES,
+        "    answers[rows.is_candidate | ~rows.is_event] = 0\n",
+        "    answers[~rows.is_event] = 0\n",
+        "unit/data/events_test.py",
+    ),
+    Mistake(
+        "the age of a row is the time until the event after it",
+        SEQUENCES,
+        "    before = np.where(rows.is_last, ends[of], rows.event) - 1\n",
+        "    before = np.where(rows.is_last, ends[of], rows.event + 2) - 1\n",
+        "unit/data/events_test.py",
+    ),
+    Mistake(
+        "positions count from the end of a window",
+        SEQUENCES,
+        "    return np.where(rows.is_last, first, rows.place), ages\n",
+        "    return first - rows.place, ages\n",
+        "unit/data/events_test.py",
+    ),
+    Mistake(
+        "the newest events of a history are left out",
+        EVENTS,
+        "            starts=stops - counts,\n",
+        "            starts=starts,\n",
+        "unit/data/events_test.py",
+    ),
+    Mistake(
+        "candidates have those of their time in their history",
+        CANDIDATES,
+        "    ends = np.searchsorted(of_past, of_new[first])",
+        "    ends = np.searchsorted(of_past, of_new[first], 'right')",
+        "unit/data/candidates_test.py",
+    ),
+    Mistake(
+        "events of one time are ordered by chance",
+        EVENTS,
+        "    if (ties := log.before != np.arange(len(log.before))).any():\n",
+        "    if (ties := log.before != np.arange(len(log.before))).all():\n",
+        "unit/data/events_test.py",
+    ),
+    Mistake(
+        "rows of the context see what is to be predicted",
+        SEQUENCES,
+        "    has_contextual = layout.contexts and not layout.is_all\n",
+        "    has_contextual = layout.contexts\n",
+        "unit/data/events_test.py",
+    ),
+    Mistake(
+        "candidates see each other",
+        JAGGED,
+        "    last = jnp.minimum(p.row + 1, p.history_end)\n",
+        "    last = p.row + 1\n",
+        "unit/ops/jagged_attention_test.py",
+    ),
+    Mistake(
+        "rows see a later row of their sequence",
+        JAGGED,
+        "    last = jnp.minimum(p.row + 1, p.history_end)\n",
+        "    last = jnp.minimum(p.row + 2, p.history_end)\n",
+        "unit/ops/jagged_attention_test.py",
+    ),
+]

@@ -1,0 +1,94 @@
+"""Candidates: each history once, strictly earlier, of any number of candidates."""
+
+import numpy as np
+import pytest
+
+from loka_jax.data.candidates import MOST_CANDIDATES, are_candidates, candidate_batches
+from loka_jax.data.reader import record_dtype_of
+from tests.unit.data.events_test import ALL, BOTH, LAST, SCHEMA, sequences
+
+
+def records_of(*rows):
+    """Returns events (user, time, item, label); the reason is 1 + item % 3."""
+    records = np.zeros(len(rows), record_dtype_of(SCHEMA))
+    for record, (user, time, item, label) in zip(records, rows, strict=True):
+        record["user"], record["time"], record["label"] = user, time, label
+        record["ids"] = 1 + user % 2, item, 1 + item % 3
+    return records
+
+
+NEW = np.nan
+RECORDS = records_of(
+    (7, 5, 90, NEW),  # of user 7 after events 1 to 4, with 91
+    (7, 1, 1, 1),
+    (3, 9, 92, NEW),  # without a history
+    (7, 3, 3, 1),
+    (7, 5, 5, 0),  # of the candidates' time
+    (7, 2, 2, 0),
+    (7, 5, 91, NEW),
+    (7, 4, 4, 0),
+    (7, 9, 93, NEW),  # after 5, too
+    (8, 1, 6, 1),
+    (2, 1, 94, NEW),
+)
+
+
+def found(layout, records=RECORDS, batch_size=8):
+    """Returns the rows of each sequence, by its first candidate, and the numbers."""
+    by_candidate, numbers = {}, []
+    for batch, own in candidate_batches(SCHEMA, records, layout, batch_size):
+        many = batch.events.candidates
+        for rows, count in zip(sequences(batch), many, strict=True):
+            if rows:
+                by_candidate[rows[-count][1]] = [row[1:] for row in rows], count
+        targets = batch.events.targets[: len(own)]
+        items = batch.events.ids[targets, 0]
+        new = records[are_candidates(records)]["ids"][:, 1]
+        assert (new[own] == items).all()
+        assert not batch.events.answers[targets].any()
+        numbers += own.tolist()
+    assert sorted(numbers) == list(range(np.isnan(records["label"]).sum()))
+    return by_candidate
+
+
+def test_candidates_of_a_user_and_time_share_one_history_of_labelled_events():
+    rows = found(LAST)
+    assert rows.keys() == {90, 93, 92, 94}
+    context, candidate = (-1, -1, 0), lambda item: (item, 0, 0)
+    past = [(1, 2, 2), (2, 3, 1), (3, 1, 2), (4, 2, 1)]
+    assert rows[90] == ([context, *past, candidate(90), candidate(91)], 2)
+    assert rows[93] == ([context, *past[1:], (5, 3, 1), candidate(93)], 1)
+    assert rows[92] == ([context, candidate(92)], 1)
+
+
+def test_interleaved_events_and_windows_are_as_in_training():
+    both, windows = found(BOTH)[93][0], found(ALL)[93][0]
+    assert both[1:3] == [(2, 0, 0), (2, 3, 1)] and len(both) == 1 + 2 * 4 + 1
+    assert windows[1:3] == [(3, 0, 0), (3, 1, 2)] and len(windows) == 1 + 2 * 3 + 1
+
+
+@pytest.mark.parametrize("layout", [LAST, BOTH, ALL])
+def test_one_of_many_candidates_has_the_rows_that_it_has_alone(layout):
+    (together, _), *_ = candidate_batches(SCHEMA, RECORDS, layout, 8)
+    alone = RECORDS[~are_candidates(RECORDS) | (RECORDS["ids"][:, 1] == 91)]
+    (single, _), *_ = candidate_batches(SCHEMA, alone, layout, 8)
+    size = single.events.offsets[1]
+    start = np.flatnonzero(together.events.ids[:, 0] == 91)[0] - size
+    rows = np.append(np.arange(start, start + size - 1), start + size)  # without 90
+    for name in ("ids", "answers", "positions", "ages"):
+        x, y = (getattr(b.events, name) for b in (together, single))
+        assert np.array_equal(x[rows], y[:size]), name
+
+
+def test_more_candidates_than_a_batch_takes_are_of_several():
+    rows = [(1, 1, 1, 1)] + [(1, 2, 2 + i, NEW) for i in range(MOST_CANDIDATES + 3)]
+    records = records_of(*rows)
+    batches = list(candidate_batches(SCHEMA, records, LAST, 4))
+    assert [len(own) for _, own in batches] == [MOST_CANDIDATES, 3]
+    assert all(batch.events.ids[1, 0] == 1 for batch, _ in batches)
+    sizes = {batch.weights.shape for batch, _ in batches}
+    assert sizes == {(MOST_CANDIDATES,)}
+    users = records_of(*[(i, 1, i, NEW) for i in range(9)])
+    assert [len(own) for _, own in candidate_batches(SCHEMA, users, LAST, 4)] == [
+        *(4, 4, 1)
+    ]

@@ -1,0 +1,206 @@
+"""HSTU against its equations in numpy; candidates, truncation, and its sites."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from loka_jax.data import Events
+from loka_jax.models import Hstu
+from tests import support
+from tests.support.nn import listed
+
+B, P, K, D, TASKS = 3, 1, 2, 8, 2
+LENGTHS = (6, 0, 4)
+C = 12
+MODEL = Hstu(
+    dim=16,
+    num_layers=2,
+    num_heads=2,
+    qk_dim=4,
+    v_dim=6,
+    item_mlp=(10,),
+    head_mlp=(12,),
+    max_length=8,
+    age_buckets=5,
+    age_unit=2.0,
+    num_tasks=TASKS,
+    recipe="f32",
+)
+
+
+def events(candidates=1, lengths=LENGTHS):
+    """Sequences whose last rows are candidates, each a target."""
+    offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
+    draws = np.random.default_rng(0)
+    targets = [
+        stop - candidates + i if stop > start else 0
+        for start, stop in zip(offsets[:-1], offsets[1:], strict=True)
+        for i in range(candidates)
+    ]
+    return Events(
+        ids=draws.integers(0, 9, (C, K), dtype=np.int32),
+        answers=draws.integers(0, 3, (C, TASKS), dtype=np.int32),
+        positions=draws.integers(0, 8, C, dtype=np.int32),
+        ages=draws.uniform(0, 99, C).astype(np.float32),
+        offsets=offsets,
+        targets=np.array(targets, np.int32),
+        contextual=np.full(B, P, np.int32),
+        candidates=np.where(np.array(lengths) > 0, candidates, 0).astype(np.int32),
+    )
+
+
+def inputs(**options):
+    rows = support.normal(B, P, D), support.normal(C, K, D, seed=1)
+    return jnp.zeros((B, 0)), rows, events(**options)
+
+
+def norm(x, params):
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+    return x * params["scale"] + params["bias"]
+
+
+def dense(x, params):
+    return x @ params["kernel"] + params.get("bias", 0.0)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def layer(model, x, params, counts):
+    contexts, candidates = counts
+    u, v, q, k = np.split(
+        dense(norm(x, params["norm"]), params["uvqk"]), [12, 24, 32], 1
+    )
+    q, k, v = (part.reshape(len(x), 2, -1) for part in (q, k, v))
+    scores = silu(np.einsum("ihd,jhd->hij", q, k) / 2) / model.max_length
+    i, j = np.indices((len(x), len(x)))
+    first = len(x) - candidates
+    sees = (j <= i) & (j < first)
+    if model.window is not None:
+        is_near = np.minimum(i, first) - j < model.window
+        sees &= is_near | (j < contexts + model.oldest)
+    sees |= (i == j) | ((i < contexts) & (j < first))
+    a = np.einsum("hij,jhe->ihe", scores * sees, v).reshape(len(x), -1)
+    u = silu(u)
+    joined = np.concatenate([u, a, norm(a, params["attention_norm"]) * u], axis=1)
+    return x + dense(joined, params["out"])
+
+
+def equations(model, params, rows, given):
+    context, fields = rows
+    mlp = params["item_mlp"]
+    flat = np.asarray(fields).reshape(C, -1)
+    items = dense(np.maximum(dense(flat, mlp["dense_0"]), 0), mlp["dense_1"])
+    ages = np.minimum(np.sqrt(given.ages / MODEL.age_unit).astype(int), 4)
+    x = items + params["position"][given.positions] + params["age"][ages]
+    for task in range(TASKS):
+        x = x + params[f"answer_{task}"][given.answers[:, task]]
+    out = []
+    for sequence, start in enumerate(given.offsets[:-1]):
+        part = np.array(x[start : given.offsets[sequence + 1]])
+        if not len(part):
+            continue
+        part[:P] += dense(np.asarray(context[sequence]), params["context"])
+        for number in range(MODEL.num_layers):
+            counts = P, given.candidates[sequence]
+            part = layer(model, part, params[f"layer_{number}"], counts)
+        target = given.offsets[sequence + 1] - 1
+        user = norm(part[-1], params["norm_out"])
+        hidden = dense(user * items[target], params["head_mlp"]["dense_0"])
+        out.append(dense(np.maximum(hidden, 0), params["head"]))
+    return np.stack(out)
+
+
+def initialized(model, *args):
+    """Returns parameters that are drawn here: nothing is computed by JAX."""
+    params = jax.eval_shape(model.init, jax.random.key(0), *args)["params"]
+    leaves, tree = jax.tree.flatten(params)
+    draws = np.random.default_rng(3)
+    leaves = [0.4 * draws.normal(size=x.shape).astype(np.float32) for x in leaves]
+    return jax.tree.unflatten(tree, leaves)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def apply(model, params, *args):
+    return model.apply({"params": params}, *args)
+
+
+@pytest.mark.parametrize("changes", [{}, {"window": 2, "oldest": 1}])
+def test_the_model_follows_its_equations(changes):
+    args, model = inputs(), MODEL.clone(**changes)
+    params = initialized(model, *args)
+    logits = apply(model, params, *args)
+    expected = equations(model, jax.tree.map(np.float64, params), *args[1:])
+    real = np.array(LENGTHS) > 0
+    assert logits.shape == (B, TASKS)
+    np.testing.assert_allclose(logits[real], expected, rtol=2e-4, atol=2e-4)
+
+
+def test_candidates_of_one_history_are_scored_as_if_each_were_alone():
+    rows, several = inputs(candidates=3, lengths=(6, 0, 0))[1:]
+    params = initialized(MODEL, jnp.zeros((B, 0)), rows, several)
+    together = apply(MODEL, params, jnp.zeros((B, 0)), rows, several)
+    for number in range(3):
+        places = np.array([0, 1, 2, 3 + number, *range(6, 12), 0, 0])
+        one = several._replace(
+            **{x: getattr(several, x)[places] for x in ("ids", "answers", "positions")},
+            ages=several.ages[places],
+            offsets=np.array([0, 4, 4, 4], np.int32),
+            targets=np.array([3, 0, 0], np.int32),
+            candidates=np.array([1, 0, 0], np.int32),
+        )
+        alone = apply(MODEL, params, jnp.zeros((B, 0)), (rows[0], rows[1][places]), one)
+        np.testing.assert_allclose(together[number], alone[0], rtol=1e-5, atol=1e-5)
+
+
+def test_truncation_of_layers_that_see_no_more_changes_nothing():
+    """A window of 3 rows sees no row that a truncation to 3 leaves out."""
+    args = inputs()
+    given = args[2]._replace(contextual=None)
+    args = (args[0], (args[1][0][:, :0], args[1][1]), given)  # no context
+    model = MODEL.clone(num_layers=1, window=3)
+    params = initialized(model, *args)
+    full = apply(model, params, *args)
+    cut = model.clone(truncate_after=0, truncate_to=3)
+    real = np.array(LENGTHS) > 0
+    np.testing.assert_allclose(
+        apply(cut, params, *args)[real], full[real], rtol=1e-5, atol=1e-5
+    )
+    assert not np.allclose(
+        apply(model.clone(window=None), params, *args)[real], full[real]
+    )
+
+
+def test_sequences_of_targets_are_not_truncated():
+    args = inputs()
+    args = (*args[:2], args[2]._replace(candidates=None))
+    with pytest.raises(ValueError, match="--data.targets last"):
+        jax.eval_shape(MODEL.clone(truncate_after=1).init, jax.random.key(0), *args)
+
+
+def test_among_targets_a_later_row_changes_no_earlier_logit():
+    given = events()._replace(
+        contextual=None, candidates=None, targets=np.arange(6, dtype=np.int32)
+    )
+    rows = support.normal(B, P, D), support.normal(C, K, D, seed=1)
+    params = initialized(MODEL, jnp.zeros((B, 0)), rows, given)
+
+    def logits(fields):
+        args = jnp.zeros((B, 0)), (rows[0], fields), given
+        return np.asarray(apply(MODEL, params, *args))
+
+    changed = logits(rows[1].at[4].add(1.0)) != logits(rows[1])
+    assert not changed[:4].any() and changed[4:].all()
+
+
+def test_every_product_is_a_site():
+    sites = listed(MODEL.clone(recipe="fp8_rowwise", dim=64), *inputs())
+    products = ("uvqk", "scores", "values", "out")
+    of_layers = {f"layer_{i}/{name}" for i in range(2) for name in products}
+    others = {"item_mlp/dense_0", "item_mlp/dense_1", "context", "head_mlp/dense_0"}
+    assert set(sites) == of_layers | others | {"head"}
+    assert sites["head"].recipe == "f32"

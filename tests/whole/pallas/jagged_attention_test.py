@@ -1,0 +1,127 @@
+"""The kernel of attention over jagged rows against float64, with the race detector.
+
+Errors are bounded by what is rounded to bfloat16: silu of the scores, the gradients of
+the scores, and the results. Sums differ in their order, by far less.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from loka_jax import jagged
+from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Rule
+from loka_jax.measure import families, family_attention
+from loka_jax.ops.jagged_attention import AttentionPlan, jagged_attention
+from loka_jax.pallas.jagged_attention import TuningConfig, attend, search_space
+from tests.support import attention
+from tests.support import pallas as support
+from tests.support.attention import CASES, Case
+from tests.support.pallas import interpret
+
+__all__ = ["interpret"]
+
+HOW = dict(scale=0.3, max_length=50)
+
+
+def both_ways(case, operands, interpret):
+    """Returns the output and the gradients of q, k and v by the kernels."""
+    plan = AttentionPlan(None, interpret)
+    attend = functools.partial(
+        jagged_attention, offsets=jnp.asarray(case.offsets), plan=plan, **case.rule
+    )
+    out, pull = jax.vjp(functools.partial(attend, **HOW), *operands[:3])
+    found = out, *pull(operands[3])
+    support.assert_no_races()
+    return found
+
+
+@pytest.mark.parametrize(
+    "name, size",
+    [
+        ("causal", 64),
+        ("nothing", 64),
+        ("contextual", 64),
+        ("candidates", 128),
+        ("window", 64),
+        ("all", 256),
+        ("more than there are", 64),
+    ],
+)
+def test_output_and_gradients_are_those_of_the_equation(name, size, interpret):
+    case = CASES[name]
+    operands = attention.operands_of(case.num_rows, 2, size, jnp.bfloat16)
+    found = both_ways(case, operands, interpret)
+    attention.assert_exact(found, case, operands, **HOW)
+
+
+# Rings that go round, blocks larger than tiles and the reverse, no turns, and products
+# that do not overlap.
+@pytest.mark.parametrize(
+    "config",
+    [
+        TuningConfig(1, 64, 1, 2, 2),
+        TuningConfig(3, 128, 2, 3, 2, takes_turns=False),
+        TuningConfig(2, 64, 1, 2, 2, overlaps=False),
+    ],
+)
+def test_all_configs_are_right(config, interpret):
+    case = Case((130, 0, 61), 65, (2, 0, 1), (3, 0, 9))
+    q, k, v, gradient = operands = attention.operands_of(256, 1, 64, jnp.bfloat16)
+    visible = jagged.visibility(
+        jnp.asarray(case.offsets), 256, Rule(*list(case.rule.values())[:2])
+    )
+    run = functools.partial(
+        support.interpreted(attend, interpret), config=config, visible=visible, **HOW
+    )
+    found = [
+        *run(FORWARD, (q,), (k, v)),
+        *run(BY_QUERY, (q, gradient), (k, v)),
+        *run(BY_KEY, (k, v), (q, gradient)),
+    ]
+    attention.assert_exact(found, case, operands, **HOW)
+
+
+def test_what_is_right_passes_the_check(interpret, monkeypatch):
+    plan = AttentionPlan(None, interpret)
+    monkeypatch.setattr(family_attention, "AttentionPlan", lambda reason: plan)
+    monkeypatch.setattr(family_attention, "_EXAMPLES", 3)
+    monkeypatch.setattr(family_attention, "_LONGEST", 100)
+    cases = family_attention.jagged_attentions()[:1]
+    monkeypatch.setitem(
+        families.FAMILIES,
+        "jagged_attention",
+        families.FAMILIES["jagged_attention"]._replace(cases=lambda: cases),
+    )
+    how = dict(compiled=lambda kernel: kernel, workers=1)
+    assert families.why_wrong("jagged_attention", **how) is None
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("kind", [FORWARD, BY_QUERY, BY_KEY])
+def test_the_search_space_lowers(size, kind):
+    rows = jax.ShapeDtypeStruct((999, 4, size), jnp.bfloat16)
+    counts = jax.ShapeDtypeStruct((8,), jnp.int32)
+    offsets = jax.ShapeDtypeStruct((9,), jnp.int32)
+
+    def run(config, fixed, streamed, offsets, *counts):
+        visible = jagged.visibility(offsets, 999, Rule(*counts, 100, 7))
+        return attend(kind, fixed, streamed, visible, config=config, **HOW)
+
+    fixed = (rows,) * (1 + kind.has_slopes)
+    for config in search_space(kind, size):
+        traced = jax.jit(functools.partial(run, config)).trace(
+            fixed, (rows, rows), offsets, counts, counts
+        )
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_a_thousand_launches_agree(size):
+    case = Case((777, 0, 333, 1000), 3)
+    operands = attention.operands_of(case.num_rows, 4, size, jnp.bfloat16)
+    run = functools.partial(both_ways, case, interpret=None)
+    support.assert_launches_repeat(lambda *x: run(x), *operands)
