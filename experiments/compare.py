@@ -3,8 +3,8 @@
     python experiments/compare.py runs/bf16-s0 runs/fp8-s0 --out compare.html
 
 Names the folders of two runs or more; each is compared with the first one. The page
-holds final metrics, paired differences with 95 % intervals, speed, curves, and what
-differs in the configurations.
+holds final metrics, paired differences with 95 % intervals, which are printed, too,
+speed, curves, and what differs in the configurations.
 
 An error that the user can mend ends with one sentence and exit code 2.
 """
@@ -25,8 +25,9 @@ import tyro
 from experiments.cli import run_cli
 from experiments.options import parse_alone
 from loka_jax.commands import as_commands
-from loka_jax.report.compare_page import write_compare_page
+from loka_jax.report.compare_page import difference_lines, write_compare_page
 from loka_jax.report.comparison import ComparedRun
+from loka_jax.terminal import printable
 from loka_jax.train.folder.record import read_run
 from loka_jax.train.scores import read_scores
 
@@ -44,10 +45,8 @@ class Arguments:
     out: pathlib.Path = pathlib.Path("compare.html")
 
 
-def compare(
-    folders: list[pathlib.Path], out: pathlib.Path, command: str
-) -> pathlib.Path:
-    """Writes the page of the runs in `folders` to `out` and returns the path.
+def compare(folders: list[pathlib.Path], out: pathlib.Path, command: str) -> list[str]:
+    """Writes the page of the runs in `folders` to `out`; returns what is printed.
 
     Args:
         folders: of the runs.
@@ -69,7 +68,8 @@ def compare(
         ComparedRun(name, read_run(path), read_scores(path))
         for name, path in zip(_names(paths), paths, strict=True)
     ]
-    return write_compare_page(out, runs, as_commands(command))
+    page = write_compare_page(out, runs, as_commands(command))
+    return [*difference_lines(runs), f"Comparison: {page}"]
 
 
 def _names(paths: list[pathlib.Path]) -> list[str]:
@@ -87,7 +87,8 @@ def main(arguments: list[str]) -> int:
 
     def command() -> int:
         options = parse_alone(Arguments, arguments, "compare.py", __doc__)
-        print(f"Comparison: {compare([*options.runs], options.out, line)}")
+        for text in compare([*options.runs], options.out, line):
+            print(printable(text))
         return 0
 
     return run_cli(command)

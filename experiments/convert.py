@@ -25,7 +25,8 @@ from experiments.options import parse_options
 from loka_jax.commands import interruptible, unwind_on_sigterm
 from loka_jax.data.config import DataConfig
 from loka_jax.data.convert import convert
-from loka_jax.data.files import existing, find_sources
+from loka_jax.data.files import find_sources
+from loka_jax.data.places import existing
 from loka_jax.data.shards import open_shards
 
 

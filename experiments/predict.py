@@ -1,4 +1,4 @@
-"""Scores the rows of a file with a trained run.
+"""Scores the rows of files with a trained run.
 
     python experiments/predict.py --workdir runs/csv_dlrm-... --data.path new.csv \\
         --out scores.parquet --data.keys user item
@@ -23,12 +23,15 @@ class Rows:
     """The rows to score.
 
     Attributes:
-        path: a file with the feature columns of the run's training data: CSV, TSV (.gz
-            too), Parquet, or Criteo's format if the run was trained on that.
+        path: files with the feature columns of the run's training data: CSV, TSV (.gz
+            too), Parquet, or Criteo's format if the run was trained on that. Paths,
+            folders, globs, or addresses of s3:// and gs://.
+        where: which rows, as in "dt=2026-11-14"; None for all.
         keys: columns to copy to the output, such as a user and an item.
     """
 
-    path: str
+    path: str | tuple[str, ...]
+    where: str | None = None
     keys: tuple[str, ...] = ()
 
 
@@ -46,7 +49,7 @@ class Devices:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Scores the rows of a file with a trained run.
+    """Scores the rows of files with a trained run.
 
     Attributes:
         workdir: the folder of the run.
@@ -88,6 +91,7 @@ def _run(arguments: Arguments) -> int:
         predictor,
         arguments.data.path,
         arguments.out,
+        where=arguments.data.where,
         keys=arguments.data.keys,
         progress=_show,
     )

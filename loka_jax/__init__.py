@@ -9,12 +9,13 @@ from collections.abc import Collection, Mapping, Sequence
 from loka_jax import checked, chosen
 
 if typing.TYPE_CHECKING:
+    from loka_jax.fitting import FittedRun
     from loka_jax.predict import Predictor
 
 __version__ = "0.2.0"
 # The modules that users import. All others are internal.
 PUBLIC = (
-    *("nn", "models", "optim", "data", "predict", "serving"),
+    *("nn", "models", "optim", "data", "predict", "serving", "fitting"),
     *("fp8", "recipe", "scaling", "site", "quality"),
     *("ops.matmul", "ops.embedding", "ops.collectives", "ops.exchange"),
     *("probe.site", "probe.sampling"),
@@ -62,3 +63,14 @@ def load(
     from loka_jax import predict  # not before it is needed: it imports all of JAX
 
     return predict.load(run, plan=plan, shards=shards)
+
+
+def fit(data: typing.Any, **options: typing.Any) -> "FittedRun":
+    """Trains a model on a table and returns the run: see `loka_jax.fitting.fit`.
+
+    run = loka_jax.fit("clicks.parquet", label="click", model="dcnv2")
+    run.evaluate(new_rows)
+    """
+    from loka_jax import fitting
+
+    return fitting.fit(data, **options)

@@ -17,6 +17,7 @@ from loka_jax.train.config import (
     MmoeConfig,
     WukongConfig,
 )
+from loka_jax.train.settings import table_config
 
 # Frappe_x1 as in the BARS benchmark: Adam 1e-3 on everything, L2 on the whole tables,
 # rates x 0.1 when the validation AUC stalls, at most two stalls, best state evaluated.
@@ -249,64 +250,33 @@ def fp8_mmoe() -> MmoeConfig:
 
 
 # `--config table --model NAME`; `loka_jax.train.settings` chooses the rest by the data.
-_TABLE = {
-    "data": DataConfig(kind="table"),
-    "embedding": EmbeddingConfig(dim=16, init_stddev=1e-4),
-}
-_SMALL = {"first_order": True, "dropout_rate": 0.3, "recipe": FP8}
 
 
 @register
-def table_dlrm() -> DlrmConfig:
+def table_dlrm() -> Config:
     """DLRM on a table of your own, columns and settings by the data."""
-    model = Dlrm(bottom_mlp=(64,), top_mlp=(128,), interaction="cat", **_SMALL)
-    return DlrmConfig(name="table_dlrm", model=model, **_TABLE)
+    return table_config("dlrm")
 
 
 @register
-def table_dcnv2() -> Dcnv2Config:
+def table_dcnv2() -> Config:
     """DCN V2 on a table of your own, columns and settings by the data."""
-    model = Dcnv2(num_cross_layers=2, deep_mlp=(128,), **_SMALL)
-    return Dcnv2Config(name="table_dcnv2", model=model, **_TABLE)
+    return table_config("dcnv2")
 
 
 @register
-def table_wukong() -> WukongConfig:
+def table_wukong() -> Config:
     """Wukong on a table of your own, columns and settings by the data."""
-    model = Wukong(
-        bottom_mlp=(64,),
-        dense_embeddings=4,
-        num_layers=1,
-        fm_embeddings=8,
-        lcb_embeddings=8,
-        k=8,
-        fmb_mlp=(64,),
-        top_mlp=(128,),
-        **_SMALL,
-    )
-    return WukongConfig(name="table_wukong", model=model, **_TABLE)
+    return table_config("wukong")
 
 
 @register
-def table_dhen() -> DhenConfig:
+def table_dhen() -> Config:
     """DHEN on a table of your own, columns and settings by the data."""
-    model = Dhen(
-        bottom_mlp=(64,),
-        dense_embeddings=4,
-        num_layers=1,
-        dot=8,
-        cross=8,
-        linear=8,
-        dot_mlp=(64,),
-        cross_rank=32,
-        top_mlp=(128,),
-        **_SMALL,
-    )
-    return DhenConfig(name="table_dhen", model=model, **_TABLE)
+    return table_config("dhen")
 
 
 @register
-def table_mmoe() -> MmoeConfig:
+def table_mmoe() -> Config:
     """MMoE on a table of your own, a task for each of `--data.labels`."""
-    model = Mmoe(bottom_mlp=(64,), expert_mlp=(128,), tower_mlp=(64,), **_SMALL)
-    return MmoeConfig(name="table_mmoe", model=model, **_TABLE)
+    return table_config("mmoe")

@@ -66,7 +66,7 @@ class BadRows:
 
 # Yields the requested columns of the file with this path, block by block. This is where
 # a format of files plugs in: `loka_jax.data.files.reader_of` chooses its reader.
-type Reader = Callable[[str, tuple[str, ...], BadRows], Iterator[Block]]
+type Reader = Callable[..., Iterator[Block]]  # of path, columns and bad rows
 
 
 def find_columns(file: str, requested: tuple[str, ...], header: list[str]) -> list[int]:

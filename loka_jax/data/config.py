@@ -32,11 +32,14 @@ class DataConfig:
         kind: `generated` click logs (nothing else to set up), `events`, a generated
             event log (likewise), `criteo` (40 tab separated columns, no header) or
             `table` (CSV or TSV with a header, or Parquet; `.gz` too).
-        path: training file; or a folder of files with train, valid (or val) and test in
-            their names; or a folder of shards made by experiments/convert.py.
-        valid: validation file; if None, the one in the folder, or else rows split off
-            the training file.
-        test: test file; if None, the one in the folder, if any.
+        path: training files: paths, globs, or addresses of s3:// and gs://; or folders,
+            whose files may have train, valid (or val) and test in their names; or a
+            folder of shards made by experiments/convert.py.
+        train: which rows of these train, as in "dt<2026-11-13"; None for all.
+        valid: validation files, or which rows of `path` they are, as in
+            "dt=2026-11-13"; if None, those in the folder, or else rows split off the
+            training files.
+        test: test files, or rows, likewise; if None, those in the folder, if any.
         label: the label column (`table`).
         labels: several label columns, each a task of the model, in place of `label`;
             a row may lack some of them (`table`).
@@ -109,9 +112,10 @@ class DataConfig:
 
     kind: Literal["generated", "events", "criteo", "table"] = "generated"
 
-    path: str | None = None
-    valid: str | None = None
-    test: str | None = None
+    path: str | tuple[str, ...] | None = None
+    train: str | None = None
+    valid: str | tuple[str, ...] | None = None
+    test: str | tuple[str, ...] | None = None
     label: str = "label"
     labels: tuple[str, ...] = ()
     dense: tuple[str, ...] = ()
@@ -164,8 +168,8 @@ class DataConfig:
                 f"--data.rows {self.rows} must name at least one table, each of 2 to "
                 f"{MAX_ROWS} rows."
             )
-        for name, value in (("valid", self.valid), ("test", self.test)):
-            if value is not None and self.path is None:
+        for name in ("train", "valid", "test"):
+            if getattr(self, name) is not None and self.path is None:
                 raise ValueError(f"--data.{name} needs --data.path, the training file.")
         self._check_kind()
         if self.separator == "":
@@ -245,6 +249,11 @@ class DataConfig:
     def is_log(self) -> bool:
         """Whether rows are events with a history."""
         return self.kind == "events" or self.user is not None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of the data."""
+        return as_paths(self.path)
 
     @property
     def weights_of_multi(self) -> dict[str, str]:
@@ -335,6 +344,11 @@ SETTINGS = ENCODING_SETTINGS + tuple(
 SEQUENCE_SETTINGS = ("history", "targets", "interleave", "row_capacity", "stream")
 
 
+def as_paths(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns none, one or several paths."""
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
 def columns_of(config: DataConfig) -> Columns:
     """Returns the columns that `config` names; those of Criteo's files are fixed."""
     if config.kind == "criteo":
@@ -363,7 +377,7 @@ def features_of(config: DataConfig) -> tuple[str, ...]:
 
 def without_files(config: DataConfig) -> DataConfig:
     """Returns the options that determine the contents of shards, beside the files."""
-    files = dict.fromkeys(("path", "valid", "test", "cache"))
+    files = dict.fromkeys(("path", "train", "valid", "test", "cache"))
     default = DataConfig()
     read = {name: getattr(default, name) for name in SEQUENCE_SETTINGS}
     label = columns_of(config).label

@@ -21,10 +21,10 @@ from loka_jax.data.files import (
     check_unchanged,
     left_out,
     listed,
-    stamp_of,
     unchanged,
 )
 from loka_jax.data.learn import Learner
+from loka_jax.data.places import address_of, shown, stamp_of
 from loka_jax.data.reader import record_dtype_of
 from loka_jax.data.records import Encoding
 from loka_jax.data.shards import SPLITS, ShardWriter, check_disk, new_folder
@@ -220,7 +220,11 @@ class _Conversion:
     def _report(self, bad_rows: BadRows, facts: dict) -> dict:
         splits = {
             split: {
-                "files": [path.name for path in getattr(self.sources, split)],
+                "files": [shown(path) for path in getattr(self.sources, split)],
+                "stamps": {
+                    address_of(path): self.stamps[path][:2]
+                    for path in getattr(self.sources, split)
+                },
                 **counted.report(),
                 **({"weight": counted.weight} if self.config.is_weighted else {}),
                 **counted.values.report(),
@@ -229,7 +233,7 @@ class _Conversion:
             if counted.examples
         }
         for sample in bad_rows.samples:
-            sample["file"] = pathlib.Path(sample["file"]).name
+            sample["file"] = shown(pathlib.Path(sample["file"]))
         policies = ("bad", "transform", "encoding")
         kinds = ("missing", "nan", "inf", "huge", "negative", "oov")
         totals = sum((Counter(s["totals"]) for s in splits.values()), Counter())

@@ -14,11 +14,14 @@ import pyarrow as pa
 
 from loka_jax.data.blocks import NULL_WORDS, BadRows, element_type, pc, plain
 from loka_jax.data.config import DataConfig, columns_of
+from loka_jax.data.dates import as_dates
 from loka_jax.data.files import Sources, column_types, find_sources, listed, reader_of
-from loka_jax.data.values import MISSING_WORDS, as_dates
+from loka_jax.data.places import DataFile
+from loka_jax.data.values import MISSING_WORDS
 from loka_jax.terminal import clip
 
 _ROWS = 100_000  # that are looked at
+_FILES = 8  # of which, at most
 _FEW = 50  # values of whole numbers that are names rather than amounts
 _OWN = 0.9  # share of different values of a column that says nothing of other rows
 _LEAST = 200  # rows that a share can be judged by
@@ -69,7 +72,7 @@ def infer_columns(config: DataConfig) -> Inferred:
     types = column_types(config, path)
     nested = {n for n, t in types.items() if t and pa.types.is_nested(element_type(t))}
     names = tuple(name for name in types if name not in nested)
-    table = _first_rows(config, path, names)
+    table = _first_rows(config, sources.train, names)
     columns = {name: _look(name, table.column(name), table.num_rows) for name in names}
     columns |= {name: _Column("left out", "no numbers or text") for name in nested}
     config = _with_roles(config, columns, sources)
@@ -91,18 +94,25 @@ def infer_columns(config: DataConfig) -> Inferred:
     if any(columns[name].note == "text with |" for name in chosen["multi"]):
         chosen["separator"] = config.separator or "|"
     config = dataclasses.replace(config, **chosen)
-    return Inferred(config, tuple(_notes(config, columns, str(path), table)))
+    return Inferred(config, tuple(_notes(config, columns, str(config.path), table)))
 
 
-def _first_rows(config: DataConfig, path, names: tuple[str, ...]) -> pa.Table:
-    blocks, rows = [], 0
-    reader = reader_of(config, path)
-    for block in reader(str(path), names, BadRows(config.max_bad_rows)):
-        blocks.append(block.table)
-        rows += block.table.num_rows
-        if rows >= _ROWS:
-            break
-    return pa.concat_tables(blocks, promote_options="permissive").slice(0, _ROWS)
+def _first_rows(
+    config: DataConfig, files: tuple[DataFile, ...], names: tuple[str, ...]
+) -> pa.Table:
+    """Returns the first rows of the file, or of some of several, in equal parts."""
+    files = files[:: -(-len(files) // _FILES)]
+    parts = []
+    for file in files:
+        rows = 0
+        reader = reader_of(config, file)
+        for block in reader(str(file), names, BadRows(config.max_bad_rows)):
+            left = _ROWS // len(files) - rows
+            parts.append(block.table.slice(0, left))
+            rows += parts[-1].num_rows
+            if rows == _ROWS // len(files):
+                break
+    return pa.concat_tables(parts, promote_options="permissive")
 
 
 def _with_roles(
@@ -224,7 +234,7 @@ def _notes(config: DataConfig, columns: dict[str, _Column], path: str, table):
     }
     used = {name for names in kinds.values() for name in names}
     used |= {*config.weights_of_multi.values()}
-    yield f"Columns of {path}, by its first {table.num_rows:,} rows:"
+    yield f"Columns of {path}, by {table.num_rows:,} rows:"
     for kind, names in kinds.items():
         if shown := [_shown(n, columns) for n in names if n is not None]:
             yield f"  {kind}: {', '.join(shown)}"

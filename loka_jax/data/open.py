@@ -31,7 +31,8 @@ from loka_jax.data.config import (
 )
 from loka_jax.data.convert import convert
 from loka_jax.data.events import EventDataset, make_log
-from loka_jax.data.files import Sources, existing, find_sources, left_out, stamp_of
+from loka_jax.data.files import Sources, filters_of, find_sources, left_out
+from loka_jax.data.places import address_of, stamp_of
 from loka_jax.data.reader import ShardDataset
 from loka_jax.data.saved_encoding import digest_of, load_encoding
 from loka_jax.data.sequences import layout_of
@@ -84,6 +85,12 @@ class Splits:
         return self.train.left_out if isinstance(self.train, EventDataset) else 0
 
     @property
+    def files(self) -> dict[str, dict]:
+        """The size and time of each file, by its address, by split; none of shards."""
+        splits = self.report.get("splits", {})
+        return {name: part.get("stamps", {}) for name, part in splits.items()}
+
+    @property
     def encoding_digest(self) -> str | None:
         """The digest of the encoding; None for generated data."""
         return None if self.folder is None else digest_of(self.folder)
@@ -109,11 +116,12 @@ def open_data(
         return _open_generated(config, seed)
     if config.kind == "events":
         return _open_planted_events(config, seed)
-    if config.path is None or not is_shard_folder(existing(config.path)):
+    path = shards_of(config)
+    if path is None:
         folder = open_shards(cached_shards(config, find_sources(config), base))
         return _splits(folder, config)
-    folder = open_shards(pathlib.Path(config.path).expanduser())
-    for name in ("valid", "test"):
+    folder = open_shards(path)
+    for name in ("train", "valid", "test"):
         if getattr(config, name) is not None:
             raise ValueError(
                 f"{folder.path} holds shards of all splits: leave out --data.{name}."
@@ -126,6 +134,12 @@ def open_data(
             "name the files that it was converted from with --data.path."
         )
     return _splits(folder, config)
+
+
+def shards_of(config: DataConfig) -> pathlib.Path | None:
+    """Returns the folder of shards that `config` names; None if it names files."""
+    path = pathlib.Path(*config.paths[:1]).expanduser()
+    return path if len(config.paths) == 1 and is_shard_folder(path) else None
 
 
 def _splits(folder: ShardFolder, config: DataConfig) -> Splits:
@@ -307,18 +321,24 @@ def cached_shards(
     except ValueError:
         if not is_shard_folder(target):  # no other run finished it meanwhile
             raise
+    if find_sources(config) != sources:
+        raise ValueError(
+            f"files appeared in {', '.join(config.paths)} while they were read, or are "
+            "gone: wait until all are complete, then start again."
+        )
     return target
 
 
 def _cache_name(config: DataConfig, sources: Sources) -> str:
     files = [
-        [split, str(path.resolve()), *stamp_of(path)]
+        [split, address_of(path), *stamp_of(path)]
         for split, paths in sources._asdict().items()
         for path in paths
     ]
     options = msgspec.to_builtins(without_files(config))
     key = [saved_format.SHARDS, _READING, options, files]
     key += left_out(config, sources)  # which the report names
+    key += sorted(filters_of(config).items())
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
 

@@ -1,7 +1,6 @@
 """Reads Parquet files in blocks of bounded size, whatever their row groups hold."""
 
 import math
-import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,6 +16,7 @@ from loka_jax.data.blocks import (
     pc,
     plain,
 )
+from loka_jax.data.places import bytes_of, open_file
 from loka_jax.data.text import damage
 from loka_jax.terminal import clip
 
@@ -43,7 +43,7 @@ def read_parquet(
     """
     del bad_rows
     try:
-        if os.path.getsize(path) == 0:
+        if bytes_of(path) == 0:
             raise ValueError(f"{path} is empty (0 bytes): get the file again.")
         yield from _parquet_blocks(path, columns, block_bytes)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -57,7 +57,8 @@ def read_schema(path: str) -> pa.Schema:
         ValueError: with the file, if it is damaged.
     """
     try:
-        return parquet.read_schema(path)
+        with open_file(path) as file:
+            return parquet.read_schema(file)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read: {damage(error)}") from None
 
@@ -65,7 +66,8 @@ def read_schema(path: str) -> pa.Schema:
 def _parquet_blocks(
     path: str, columns: tuple[str, ...], block_bytes: int
 ) -> Iterator[Block]:
-    metadata = parquet.read_metadata(path)
+    with open_file(path) as file:
+        metadata = parquet.read_metadata(file)
     schema = metadata.schema.to_arrow_schema()
     places = find_columns(path, columns, schema.names)
     names = [schema.names[place] for place in places]
@@ -116,14 +118,17 @@ def _batches(
 
 
 def _decoded(path, metadata, names, rows_at_once, leaves) -> Iterator[pa.RecordBatch]:
-    with parquet.ParquetFile(
-        path,
-        metadata=metadata,
-        page_checksum_verification=True,
-        read_dictionary=leaves,
-        pre_buffer=False,
-        buffer_size=_buffer_bytes(path, len(names)),
-    ) as file:
+    with (
+        open_file(path) as raw,
+        parquet.ParquetFile(
+            raw,
+            metadata=metadata,
+            page_checksum_verification=True,
+            read_dictionary=leaves,
+            pre_buffer=False,
+            buffer_size=_buffer_bytes(path, len(names)),
+        ) as file,
+    ):
         yield from file.iter_batches(rows_at_once, columns=names)
 
 
@@ -133,7 +138,7 @@ def _buffer_bytes(path: str, num_columns: int) -> int:
     Where a page is damaged, Arrow believes its size only if it reads in parts, and may
     then take 2 GB: thus in parts only where a row group may not fit the memory.
     """
-    if os.path.getsize(path) <= MAX_WHOLE_BYTES:
+    if bytes_of(path) <= MAX_WHOLE_BYTES:
         return 0
     return max(1 << 12, min(1 << 20, MAX_WHOLE_BYTES // num_columns))
 

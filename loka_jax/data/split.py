@@ -5,7 +5,6 @@ asked block by block, in both passes over the file, and gives the same answer wh
 the size of the blocks.
 """
 
-import pathlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -13,7 +12,8 @@ import numpy as np
 
 from loka_jax.data.blocks import BadRows, Block
 from loka_jax.data.config import DataConfig, columns_of, features_of
-from loka_jax.data.files import Sources, reader_of
+from loka_jax.data.files import Sources, filters_of, listed, reader_of
+from loka_jax.data.places import DataFile, shown
 from loka_jax.data.reader import key_of, mix
 from loka_jax.data.values import is_positive, parse_labels, parse_times
 from loka_jax.terminal import clip
@@ -45,6 +45,7 @@ class SplitReader:
         self._labels = columns_of(config).labels
         names = config.user, config.time, config.weight
         further = [name for name in names if name is not None]
+        self._filters = filters_of(config)
         columns = (*self._labels, *features_of(config), *further)
         self._columns = tuple(dict.fromkeys(columns))
         self._by_time: SplitByTime | None = None
@@ -62,7 +63,9 @@ class SplitReader:
     def rule(self) -> str:
         """Returns a phrase that says which rows are the validation rows."""
         if self._sources.valid:
-            return f"validation rows are those of {names_of(self._sources.valid)}"
+            which = self._config.valid if "valid" in self._filters else None
+            which = which or names_of(self._sources.valid)
+            return f"validation rows are those of {which}"
         if self._by_time is not None:
             return self._by_time.phrase()
         return (
@@ -106,18 +109,51 @@ class SplitReader:
         for split in splits:
             done = 0  # rows read of this split's files
             for path in getattr(self._sources, split):
-                read_file = reader_of(self._config, path)
-                for block in read_file(str(path), columns, bad_rows):
-                    rows = len(block.rows)
-                    read += rows
+                for block in self._blocks_of(path, columns, bad_rows):
+                    read += len(block.rows)
                     self._progress(stage, read)
-                    yield split, done, block
-                    done += rows
+                    block = self._filtered(split, path, block)
+                    if len(block.rows):
+                        yield split, done, block
+                    done += len(block.rows)
+
+    def _blocks_of(
+        self, path: DataFile, columns: tuple[str, ...], bad_rows: BadRows
+    ) -> Iterator[Block]:
+        """Yields the blocks of a file, with the columns of filters."""
+        compared = (name for x in self._filters.values() for name in x.columns)
+        columns = tuple(dict.fromkeys((*columns, *compared)))
+        return reader_of(self._config, path)(str(path), columns, bad_rows)
+
+    def _filtered(self, split: str, path: DataFile, block: Block) -> Block:
+        """Returns the rows of a block that are of a split.
+
+        Raises:
+            ValueError: if one of them is of another split, too.
+        """
+        if not self._filters:
+            return block
+        masks = {
+            name: self._filters[name].mask(block)
+            if name in self._filters
+            else np.ones(len(block.rows), bool)
+            for name, paths in self._sources._asdict().items()
+            if path in paths
+        }
+        for name, mask in masks.items():
+            if name != split and (both := mask & masks[split]).any():
+                row = block.rows[np.argmax(both)]
+                raise ValueError(
+                    f"{path} row {row} is of the {split} and of the {name} rows: "
+                    "give --data.train, --data.valid and --data.test filters that "
+                    "have no row in common."
+                )
+        return block.filter(masks[split])
 
 
-def names_of(paths: tuple[pathlib.Path, ...]) -> str:
+def names_of(paths: tuple[DataFile, ...]) -> str:
     """Returns the files' names, for a message."""
-    return ", ".join(path.name for path in paths)
+    return listed([shown(path) for path in paths])
 
 
 class SplitByTime(NamedTuple):

@@ -16,12 +16,14 @@ import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import csv as pa_csv
 
 from loka_jax.data.blocks import BadRows, Block, find_columns
+from loka_jax.data.places import open_file
 from loka_jax.terminal import clip
 
 BLOCK_BYTES = 1 << 24  # read at once; also the longest row
@@ -107,8 +109,7 @@ class _TextFile:
     def _lines(self) -> Iterator[bytes]:
         """Yields the file's bytes, cut at line ends; the last line has one, too."""
         waiting, done = b"", 0
-        opened = gzip.open if self.path.endswith(".gz") else open
-        with opened(self.path, "rb") as file:
+        with open_file(self.path) as raw, _unpacked(raw, self.path) as file:
             while data := file.read(self.block_bytes - len(waiting)):
                 if (at := data.find(b"\0")) >= 0:
                     raise ValueError(
@@ -261,6 +262,10 @@ def _well_quoted(delimiter: str) -> re.Pattern[bytes]:
     value = rb"(?:%b|%b)" % (quoted, plain)
     line = rb'(?:[^"\r\n]*+|%b(?:%b%b)*+)' % (value, d, value)
     return re.compile(rb"(?:%b(?:\r\n?|\n))*+" % line)
+
+
+def _unpacked(file: Any, path: str) -> Any:
+    return gzip.open(file, "rb") if path.endswith(".gz") else file
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from loka_jax.data.blocks import NULL_WORDS, Block, element_type, pc
 from loka_jax.data.config import DataConfig
+from loka_jax.data.dates import as_dates
 from loka_jax.terminal import clip
 
 # Spellings of a missing value in a dense column. Categorical columns keep those that
@@ -201,19 +202,6 @@ def parse_times(block: Block, column: str) -> tuple[np.ndarray, bool]:
     why = "where each row needs a time: add it, or leave out --data.time."
     numbers.refuse(wrong, why)
     return numbers.values, dates is not None
-
-
-def as_dates(array: pa.Array) -> pa.Array | None:
-    """Returns the column as timestamps, or None if it does not hold dates."""
-    if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
-        return array
-    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
-        for zone in (None, "UTC"):
-            try:
-                return array.cast(pa.timestamp("us", zone))
-            except pa.ArrowInvalid:
-                continue
-    return None
 
 
 def clean_dense(

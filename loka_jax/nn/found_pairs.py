@@ -9,6 +9,7 @@ followed to their places in G, of the first, the last, and a few other examples.
 import dataclasses
 from typing import get_args
 
+import jax.numpy as jnp
 import numpy as np
 from numpy import ndarray
 
@@ -61,22 +62,29 @@ def found_pairs(product: Step) -> FoundPairs | None:
 def _vectors(product: Step) -> Value | None:
     """Returns z if a product is z z^T of each example."""
     dims = zip(*product.params["dimension_numbers"], strict=True)
-    if len(product.outputs[0].shape) != 3:
-        return None
+    sizes = product.outputs[0].shape
+    if len(sizes) != 3 or 0 in sizes or not all(isinstance(x, int) for x in sizes):
+        return None  # of symbolic sizes, too
     (z, *own), (other, *others) = (
         _source(x, (*batch, *contracted))
         for x, (contracted, batch) in zip(product.inputs, dims, strict=True)
     )
-    return z if z is other and own == others == [(0, 2)] else None
+    return z if z is other and own == others == [(0, 2)] and _is_real(z) else None
 
 
 def _source(x: Value, dims: tuple[int, ...]) -> tuple[Value, tuple[int, ...]]:
-    """Returns what was transposed or cast to a value, and dims as they were."""
+    """Returns what was transposed or cast to real values, and dims as they were."""
     while x.maker is not None and x.maker.name in ("transpose", "convert_element_type"):
+        if not _is_real(x):
+            break
         if x.maker.name == "transpose":
             dims = tuple(x.maker.params["permutation"][i] for i in dims)
         (x,) = x.maker.inputs
     return x, dims
+
+
+def _is_real(x: Value) -> bool:
+    return jnp.issubdtype(x.aval.dtype, jnp.floating)
 
 
 def _pairs_of(end: Value, whole: Value) -> Pairs | None:
@@ -86,7 +94,7 @@ def _pairs_of(end: Value, whole: Value) -> Pairs | None:
     places = np.meshgrid(examples, np.arange(columns), indexing="ij")
     try:
         found = reader(end, {whole: _numbered(n)})(places)
-    except NotRead:
+    except (NotRead, ValueError, IndexError):
         return None
     for pairs in get_args(Pairs):
         rows, others = indices(n, pairs)

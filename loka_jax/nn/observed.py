@@ -83,9 +83,11 @@ def is_of_site(x: Any) -> bool:
 
 def merge_stats(stats: Any, batch: Any, config: ProbeConfig) -> Any:
     """Returns a collection PROBE after a batch was observed."""
-    return jax.tree.map(
-        lambda a, b: site.merge(a, b, config.decay),
-        stats,
-        batch,
-        is_leaf=is_of_site,
-    )
+
+    def merge(a: SiteStats, b: SiteStats) -> SiteStats:
+        merged = functools.partial(site.merge, decay=config.decay)
+        for _ in range(a.errors.steps.ndim):  # of layers that a scan or vmap stacks
+            merged = jax.vmap(merged)
+        return merged(a, b)
+
+    return jax.tree.map(merge, stats, batch, is_leaf=is_of_site)

@@ -168,17 +168,13 @@ def _joined(
 ) -> ndarray:
     """Returns elements of a concatenation."""
     axis = eqn.params["dimension"]
-    out, start = None, 0
+    out, start = np.zeros(at[axis].shape, np.int64), 0
     for read, size in zip(operands, sizes, strict=True):
         is_own = (at[axis] >= start) & (at[axis] < start + size)
-        if np.any(is_own):
-            own = [i[is_own] for i in at]
-            own[axis] = own[axis] - start
-            found = read(own)
-            out = np.zeros(at[axis].shape, found.dtype) if out is None else out
-            out[is_own] = found
+        own = [i[is_own] for i in at]
+        own[axis] = own[axis] - start
+        out[is_own] = read(own)
         start += size
-    assert out is not None
     return out
 
 

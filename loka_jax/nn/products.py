@@ -34,7 +34,7 @@ _READERS = {
     "reduce_sum": "a sum (a norm over other axes than the last, or one of its own)",
     "concatenate": "a concatenation",
     "mul": "a factor from data (a gate, a cross layer)",
-    "split": "a split, and no gate of its halves",
+    "split": "a split (no gate of its halves)",
 }
 
 

@@ -17,6 +17,7 @@ from loka_jax.nn.building import build_again
 from loka_jax.nn.context import as_recipe, current
 from loka_jax.nn.dense import as_matrix, run_planned, with_state
 from loka_jax.nn.dense import product as dot
+from loka_jax.nn.explicit_axes import run_in_auto
 from loka_jax.nn.found_groups import Together, groups_of
 from loka_jax.nn.found_layers import Layer, Network
 from loka_jax.nn.found_pairs import FoundPairs
@@ -249,9 +250,14 @@ class _Run:
         """Returns products of vectors in pairs."""
         host, by = self._host(product), "triton dot_features"
         announce_batched(host, product.batch, product.spec, runs_by=by)
-        z = self.value(pairs.z).astype(as_recipe(host.recipe).compute_dtype)
-        out = dot_features(None, z, multiple=1, pairs=pairs.pairs)
-        return out.astype(pairs.end.aval.dtype)
+        shape, dtype = pairs.z.shape, as_recipe(host.recipe).compute_dtype
+        rows = self.value(pairs.z).astype(dtype).reshape(shape[0], -1)
+
+        def run(rows):
+            z = rows.reshape(shape)
+            return dot_features(None, z, multiple=1, pairs=pairs.pairs)
+
+        return run_in_auto(run, rows, rows, rows).astype(pairs.end.aval.dtype)
 
     def _told(self, product: Product) -> dict[str, Any]:
         """Returns what is announced of a site besides its plan."""

@@ -3,15 +3,18 @@
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 from pyarrow import csv, parquet
 
-from loka_jax.data.blocks import BadRows
-from loka_jax.data.files import existing, reader_of, stamp_of, unchanged
+from loka_jax.data.blocks import BadRows, Block
+from loka_jax.data.config import DataConfig
+from loka_jax.data.files import find_files, reader_of, unchanged
+from loka_jax.data.filters import Filter, parse_filter
+from loka_jax.data.places import DataFile, stamp_of
 from loka_jax.data.values import Counts
 from loka_jax.predict.predictor import Predictor
 
@@ -39,18 +42,21 @@ class Scored(NamedTuple):
 
 def score_file(
     predictor: Predictor,
-    path: str | os.PathLike,
+    path: str | os.PathLike | Sequence[str],
     out: str | os.PathLike,
     *,
+    where: str | None = None,
     keys: tuple[str, ...] = (),
     progress: Callable[[int], None] = lambda rows: None,
 ) -> Scored:
-    """Scores the rows of a file, in their order.
+    """Scores the rows of files, in their order.
 
     Args:
-        path: a file like those that the run was trained on; labels are not needed.
+        path: files like those that the run was trained on; labels are not needed. One
+            or several paths, folders, globs, or addresses such as s3://bucket/folder.
         out: a new .parquet or .csv file: the key columns, then `score`, the click
             probability; of several tasks, `score_TASK` of each.
+        where: which rows, as in "dt=2026-11-14"; None for all.
         keys: columns that are copied to `out`.
         progress: called with the number of rows scored so far.
 
@@ -58,17 +64,19 @@ def score_file(
         ValueError: one sentence with the file, the row or the column and the remedy.
         OSError: if `out` cannot be written.
     """
-    path, out = existing(pathlib.Path(path)), pathlib.Path(out).expanduser()
+    paths = as_texts(path)
+    out = pathlib.Path(out).expanduser()
     names = (SCORE,)
     if len(predictor.tasks) > 1:
         names = tuple(f"{SCORE}_{task}" for task in predictor.tasks)
-    _check_names(path, out, keys, names)
+    files, rule = chosen_files(paths, where)
+    _check_names(out, keys, names)
     start, rows, counts = time.monotonic(), 0, Counts()
     config = predictor.encoding.config
     bad_rows = BadRows(config.max_bad_rows)
-    columns = tuple(dict.fromkeys((*predictor.columns, *keys)))
-    blocks = reader_of(config, path)(str(path), columns, bad_rows)
-    with unchanged({path: stamp_of(path)}), _new_file(out) as write:
+    columns = (*predictor.columns, *keys)
+    blocks = blocks_of(config, files, rule, columns, bad_rows)
+    with unchanged({file: stamp_of(file) for file in files}), _new_file(out) as write:
         for table, scores in predictor.scored(blocks, counts):
             scored = table.select(keys)
             _check_keys(out, scored)
@@ -79,10 +87,39 @@ def score_file(
             rows += len(scores)
             progress(rows)
         if not rows:
-            raise ValueError(f"{path} has no rows to score: name a file that has some.")
+            raise ValueError(
+                f"{', '.join(paths)} has no rows to score: name a file that has some."
+            )
     seconds = time.monotonic() - start
     warnings = counts.warnings("the rows")
     return Scored(rows, bad_rows.count, seconds, counts.report(), warnings)
+
+
+def as_texts(path: str | os.PathLike | Sequence[str]) -> tuple[str, ...]:
+    """Returns one or several paths as texts."""
+    return (str(path),) if isinstance(path, str | os.PathLike) else tuple(path)
+
+
+def chosen_files(
+    paths: tuple[str, ...], where: str | None
+) -> tuple[tuple[DataFile, ...], Filter]:
+    """Returns the files of paths, and which of their rows are meant."""
+    rule = Filter(()) if where is None else parse_filter(where, "--data.where")
+    return find_files(paths, rule), rule
+
+
+def blocks_of(
+    config: DataConfig,
+    files: tuple[DataFile, ...],
+    rule: Filter,
+    columns: tuple[str, ...],
+    bad_rows: BadRows,
+) -> Iterator[Block]:
+    """Yields the rows that are meant, with these columns."""
+    columns = tuple(dict.fromkeys((*columns, *rule.columns)))
+    for file in files:
+        for block in reader_of(config, file)(str(file), columns, bad_rows):
+            yield block.filter(rule.mask(block))
 
 
 def _check_keys(out: pathlib.Path, keys: pa.Table) -> None:
@@ -102,13 +139,10 @@ def _check_keys(out: pathlib.Path, keys: pa.Table) -> None:
 
 
 def _check_names(
-    path: pathlib.Path,
     out: pathlib.Path,
     keys: tuple[str, ...],
     names: tuple[str, ...],
 ):
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: name one file with --data.path.")
     if out.suffix.lower() not in _WRITERS:
         raise ValueError(f"--out {out} must end in .parquet or .csv: rename it.")
     if os.path.lexists(out):

@@ -109,8 +109,15 @@ class Predictor:
         Memory is bounded, however many blocks there are, unless they are an event log.
         A score that is no number is a ValueError.
         """
+        for table, logits in self.with_logits(blocks, counts):
+            yield table, _probabilities(logits)
+
+    def with_logits(
+        self, blocks: Iterable[Block], counts: Counts
+    ) -> Iterator[tuple[pa.Table, np.ndarray]]:
+        """Yields the rows of the blocks with their logits, likewise."""
         if self.config.data.is_log:
-            yield from self._scored_candidates([*blocks], counts)
+            yield from self._candidates([*blocks], counts)
             return
         waiting: collections.deque[pa.Table] = collections.deque()
 
@@ -123,7 +130,7 @@ class Predictor:
 
         ready = self._no_scores()
         for logits in self._logits(records()):
-            ready = np.concatenate([ready, _probabilities(logits)])
+            ready = np.concatenate([ready, logits])
             while waiting and len(ready) >= (size := waiting[0].num_rows):
                 yield waiting.popleft(), ready[:size]
                 ready = ready[size:]
@@ -133,10 +140,10 @@ class Predictor:
         """What is wrong with an unknown value, if it is refused."""
         return _REFUSAL if self.encoding.config.bad == "strict" else None
 
-    def _scored_candidates(
+    def _candidates(
         self, blocks: list[Block], counts: Counts
     ) -> Iterator[tuple[pa.Table, np.ndarray]]:
-        """Yields the rows of an event log that have no label, with their scores."""
+        """Yields the rows of an event log that have no label, with their logits."""
         schema, config = self.encoding.schema, self.config
         records = self.encoding.records(
             blocks, counts, labels="some", unknown_refusal=self._refusal
@@ -157,10 +164,9 @@ class Predictor:
             found = self._run_step(self._state, seen, batch)[1][: len(numbers)]
             logits[numbers] = np.reshape(found, (len(numbers), -1))
         table = pa.concat_tables([block.table for block in blocks])
-        scores = _probabilities(logits)
         yield (
             table.filter(pa.array(is_new)),
-            scores if len(schema.labels) > 1 else scores[:, 0],
+            logits if len(schema.labels) > 1 else logits[:, 0],
         )
 
     def _no_scores(self) -> np.ndarray:

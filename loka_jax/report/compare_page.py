@@ -8,6 +8,7 @@ from loka_jax.report import charts
 from loka_jax.report.charts import RUN_COLORS, Figure, Series
 from loka_jax.report.comparison import (
     ComparedRun,
+    Difference,
     by_examples,
     by_seeds,
     common_steps,
@@ -58,6 +59,42 @@ def write_compare_page(path: Path, runs: Sequence[ComparedRun], command: str) ->
         changed=_changed_settings(runs),
         figures=_figures(runs, comparable),
     )
+
+
+def difference_lines(runs: Sequence[ComparedRun]) -> list[str]:
+    """Returns a line for each paired difference from the first run, with its interval.
+
+    The runs are those of a page that was written.
+    """
+    first, *others = runs
+    others = [r for r in others if why_not_comparable(first.files, r.files) is None]
+    lines = []
+    for run in others:
+        pair = f"{run.name} minus {first.name}"
+        for label, differences in _pair(first, run)["examples"].items():
+            of = f" of {label}" if len(run.scored) > 1 else ""
+            lines.append(f"{pair}{of}, over examples: {_in_words(differences)}")
+        if not any(line.startswith(pair) for line in lines):
+            lines.append(f"{pair}: they kept no scores of the same examples.")
+    found = _seeds([first, *others])
+    for row in found["seeds"]:
+        if len(row["seeds"]) > 1:
+            names = " and ".join(", ".join(x) for x in (row["names"], found["base"]))
+            lines.append(f"{names}, over seeds: {_in_words(row['differences'])}")
+    return lines
+
+
+_WORDS = {"ne_delta_pct": "NE %", "ne": "NE", "auc": "AUC", "logloss": "log loss"}
+
+
+def _in_words(differences: dict[str, Difference]) -> str:
+    known = {_WORDS.get(name, name): x for name, x in differences.items()}
+    parts = (
+        f"{name} {x.mean:+.5f}" + ("" if x.half is None else f" ± {x.half:.5f}")
+        for name, x in known.items()
+    )
+    counts = {x.count for x in differences.values()}
+    return f"{', '.join(parts)} ({max(counts):,})"
 
 
 def _tiles(runs: Sequence[ComparedRun]) -> list[tuple[str, str, str]]:

@@ -104,6 +104,18 @@ def baseline_ne(
     }
 
 
+def logits_of(
+    regressions: tuple[Regression, ...], dataset: Dataset
+) -> Float[np.ndarray, "N T"]:
+    """Returns the logits of all rows of a data set, in order."""
+    parts = []
+    for step in range(dataset.num_batches(_BLOCK)):
+        batch = dataset.batch(Position(0, step, 0), _BLOCK, shuffle=False)
+        rows = _rows_of(batch, dataset)
+        parts.append(np.stack([x.logits(rows) for x in regressions], axis=1))
+    return np.concatenate(parts)[: dataset.num_examples]
+
+
 def _block_of(dataset: Dataset) -> int:
     """Returns how many examples are read at once."""
     return _BLOCK if dataset.schema.user is None else _SEQUENCES

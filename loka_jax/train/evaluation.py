@@ -64,7 +64,7 @@ def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:
     Those of several tasks are means, but for calibration, which is None; each task's
     own are under `tasks`, by name.
     """
-    return _logged(evaluate(run, state, dataset))
+    return logged(evaluate(run, state, dataset))
 
 
 def evaluate_finally(
@@ -77,11 +77,12 @@ def evaluate_finally(
     evaluated = evaluate(run, state, dataset)
     by_task = evaluated.values.get("tasks", {"": evaluated.values}).values()
     if any(part["non_finite"] for part in by_task):
-        return _logged(evaluated), {}
-    return _logged(evaluated), _sample(evaluated, dataset, run.config.loop.batch_size)
+        return logged(evaluated), {}
+    return logged(evaluated), _sample(evaluated, dataset, run.config.loop.batch_size)
 
 
-def _logged(evaluated: Evaluated) -> dict[str, Any]:
+def logged(evaluated: Evaluated) -> dict[str, Any]:
+    """Returns the `quality` of what was evaluated."""
     return tasks.select(evaluated.values, dict(zip(_LOGGED, _LOGGED, strict=True)))
 
 

@@ -2,7 +2,8 @@
 
 Random tables lose to a regression on few rows, or on rare clicks: they learn the rows
 by heart before they have learned what a regression knows. From there training can only
-gain: the best evaluation is kept, and the start is one.
+gain: the best evaluation is kept, and the start is one. The best of many evaluations on
+few rows may be so by chance, so that it must be clearly better than the start.
 """
 
 import dataclasses
@@ -10,12 +11,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from loka_jax.models.ranking import FIRST_ORDER
 from loka_jax.ops.tables import TableSpec
-from loka_jax.train.baselines import fit_regressions
+from loka_jax.train.baselines import fit_regressions, logits_of
 from loka_jax.train.build import Run
+from loka_jax.train.evaluation import evaluate
 from loka_jax.train.state import TrainState
+
+_Z = 1.959964  # of a 95 % interval
 
 
 def starts_at_regression(run: Run) -> bool:
@@ -47,3 +52,24 @@ def at_regression(run: Run, state: TrainState) -> TrainState:
 
     table = jax.jit(planted, donate_argnums=0)(state.table, weights)
     return dataclasses.replace(state, params=params, table=table)
+
+
+def is_clearly_better(run: Run, state: TrainState) -> bool:
+    """Returns whether a state's log loss on validation rows is below the regression's.
+
+    That is, by more than 1.96 standard errors of the mean of the paired differences.
+    """
+    valid, n = run.splits.valid, run.splits.valid.num_examples
+    found = evaluate(run, state, valid)
+    regressions = fit_regressions(run.splits.train, valid)
+    labels = found.labels[:n].reshape(n, -1).astype(np.float64)
+    weights = np.where(np.isnan(labels), 0.0, found.weights[:n, None])
+    labels = np.where(np.isnan(labels), 0.0, labels)
+
+    def losses(logits: np.ndarray) -> np.ndarray:
+        each = np.logaddexp(0.0, logits) - labels * logits
+        return (weights * each).sum(axis=1)
+
+    logits = found.logits[:n].reshape(n, -1).astype(np.float64)
+    minus = losses(logits) - losses(logits_of(regressions, valid))
+    return bool(minus.mean() + _Z * minus.std() / np.sqrt(n) < 0)

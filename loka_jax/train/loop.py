@@ -18,7 +18,7 @@ from loka_jax.train.build import Run
 from loka_jax.train.checkpoints import row_layout
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.config import Config
-from loka_jax.train.evaluation import quality
+from loka_jax.train.evaluation import Evaluated, evaluate, logged
 from loka_jax.train.folder.record import AMAXES, PLAN, SCALES, RunRecord
 from loka_jax.train.logs import log_lines
 from loka_jax.train.logs.progress import TrainingProgress
@@ -27,7 +27,7 @@ from loka_jax.train.processes import watchdog
 from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import scales_initialized
-from loka_jax.train.watch import guard, replan
+from loka_jax.train.watch import confirm, guard, replan
 from loka_jax.train.watch.guard import Diverged
 from loka_jax.train.watch.host_state import Moment, Progress, gone_back, restored
 from loka_jax.train.watch.looks import Looks
@@ -129,6 +129,15 @@ class Loop:
         if saved is None:
             return Moment(self.run, self.state, self.progress)
         return restored(self.best, saved, self.run)
+
+    def keep_start(self, state: TrainState):
+        """Makes the state before the first step the best one."""
+        start = Progress(position=Position(0, 0, self.run.config.seed))
+        meta = self._meta() | {"progress": dataclasses.asdict(start)}
+        self.best.wait()
+        self.best.drop_after(-1)
+        self.best.save(0, state, meta)
+        self.best.wait()
 
     def step(self, pairs: Sequence[tuple[Position, Batch]]):
         """Trains on batches by one call, and moves `state` and `progress` on."""
@@ -304,8 +313,8 @@ class Loop:
         self._refuse_skipping()
         self._sync()
         with self.display.doing("evaluating"):
-            values = quality(self.run, self.state, self._held_out())
-        line = log_lines.evaluation(self.progress, values)
+            evaluated = evaluate(self.run, self.state, self._held_out())
+        line = log_lines.evaluation(self.progress, logged(evaluated))
         self.record.log(line)
         self.display.evaluation(self.progress.step, line)
         plateau, optim = self.progress.plateau, self.run.config.optim
@@ -318,7 +327,24 @@ class Loop:
                     self.best.save(self.progress.step, self.state, self._meta())
         lr_scale = jnp.asarray(after.lr_scale, jnp.float32)
         self.state = dataclasses.replace(self.state, lr_scale=lr_scale)
+        if confirm.is_due(self.run, self.progress) and not self._ends():
+            self._confirm(evaluated)
         self.clock.restart()
+
+    def _confirm(self, evaluated: Evaluated):
+        """Compares FP8 of the plan with bfloat16 on the same validation examples."""
+        plain = confirm.in_bfloat16(self.run)
+        with self.display.doing("evaluating in bfloat16"):
+            in_bf16 = evaluate(plain, self.state, self._held_out())
+        both = (
+            confirm.Scored(x.logits, x.labels, x.weights) for x in (evaluated, in_bf16)
+        )
+        said, change = confirm.confirmed(self.run, self.progress, *both)
+        if change.said:
+            self._change(change)
+            return
+        self.display.say(said)
+        self.progress = change.progress
 
     def _held_out(self) -> Dataset:
         """Returns what is evaluated: of a stream, the examples that come next."""
@@ -350,6 +376,7 @@ class Loop:
             "config": self.run.config.identity(),
             "plan": as_json(self.run.plan),
             "data": self.run.splits.identity,
+            "files": self.run.splits.files,
             "encoding": self.run.splits.encoding_digest,
             row_layout.KEY: self.run.placement.layout.shards,
             **self.run.placement.choices(),

@@ -104,8 +104,9 @@ def begin(loop: Loop, source: SourceRun, console: Console):
     step = f"step {source.saved.step:,} of {source.workdir}"
     console.print(plain(f"Going on from {step}."))
     before = Progress.from_json(source.saved.meta.get("progress", {})).days
-    path = pathlib.Path(run.config.data.path or "")
-    day = {"data": path.name, "examples": train.num_examples}
+    paths = run.config.data.paths
+    name = ", ".join(pathlib.PurePath(path).name for path in paths)
+    day = {"data": name, "examples": train.num_examples}
     day |= quality(run, loop.state, train)
     loop.progress = dataclasses.replace(loop.progress, days=(*before, day))
     for day in loop.progress.days:  # newest last

@@ -16,6 +16,7 @@ from rich.console import Console
 from loka_jax import jsonfile
 from loka_jax.commands import as_commands
 from loka_jax.data import Position
+from loka_jax.data.places import changes
 from loka_jax.dispatch.plan import as_json
 from loka_jax.dispatch.printing import plain, print_plan, print_sites
 from loka_jax.report.run_page import write_run_page
@@ -25,7 +26,11 @@ from loka_jax.train.build import Run, build, build_in_turn
 from loka_jax.train.checkpoints.checkpoint import Checkpoints, require_space
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.config import Config
-from loka_jax.train.first_order import at_regression, starts_at_regression
+from loka_jax.train.first_order import (
+    at_regression,
+    is_clearly_better,
+    starts_at_regression,
+)
 from loka_jax.train.folder.record import BEST, PLAN, SITES, SUMMARY, RunRecord, read_run
 from loka_jax.train.folder.source_run import SourceRun, keep_encoding, open_run
 from loka_jax.train.folder.workdir import choose_workdir, workdir_of
@@ -55,7 +60,7 @@ _MAY_CHANGE = (
     "loop.on_divergence",
     *("mesh", "collectives", "optim.rows_c"),  # c follows the groups of the mesh
     # Where the data lie; what they hold is compared with the checkpoint's.
-    *("data.path", "data.valid", "data.test", "data.cache"),
+    *("data.path", "data.train", "data.valid", "data.test", "data.cache"),
 )
 
 
@@ -126,6 +131,8 @@ def train(
             if start is None and starts_at_regression(run):
                 loop.evaluate()  # the start is the best state so far
             loop.train(stop)
+            if not stop.is_set:
+                _settle(loop, display)
         record.write(SITES, [site.as_row() for site in loop.run.running_sites])
         with display.doing("evaluating"):
             summary = summarize(loop, stop, record)
@@ -203,6 +210,7 @@ def _build(
         return run
     changed = jsonfile.explain_mismatch(saved.meta.get("data"), run.splits.identity)
     if changed:
+        changed = [*changes(saved.meta.get("files", {}), run.splits.files), *changed]
         raise ValueError(
             f"the data differ from those of the checkpoint at step {saved.step} "
             f"({'; '.join(changed[:5])}): put the old data back, or train in another "
@@ -317,6 +325,24 @@ def _initial_state(run: Run, start: SourceRun | None) -> TrainState:
         return next_day.initial_state(run, start)
     state = run.init()
     return at_regression(run, state) if starts_at_regression(run) else state
+
+
+def _settle(loop: Loop, display: TrainingProgress):
+    """Keeps the start at a regression unless the best state is clearly better."""
+    run = loop.run
+    keeps_best = run.config.optim.plateau_patience is not None
+    began_there = run.config.init_from is None and starts_at_regression(run)
+    if not (keeps_best and began_there):
+        return
+    with display.doing("comparing with the start"):
+        best = loop.best_state()
+        if not best.progress.step or is_clearly_better(best.run, best.state):
+            return
+        loop.keep_start(at_regression(run, run.init()))
+    display.say(
+        f"Step {best.progress.step:,} is not clearly better than the regression at the "
+        "start, by the validation rows: that is kept."
+    )
 
 
 def _begin_record(record: RunRecord, loop: Loop, start: SourceRun | None):

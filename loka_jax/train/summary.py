@@ -80,6 +80,8 @@ def _which(optim: OptimConfig, progress: Progress, step: int) -> str:
     """Returns which state the final evaluation judges, as a phrase."""
     if optim.plateau_patience is None or progress.best is None:
         return f"step {step:,}, the last"
+    if not step:
+        return "the regression at the start"
     task = "" if optim.best_task is None else f" of {optim.best_task}"
     return f"step {step:,}, the best by {_MEASURES[optim.best_by]}{task}"
 

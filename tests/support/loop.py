@@ -63,6 +63,7 @@ def _splits():
         left_out=0,
         encoding_digest="a digest",
         folder=None,
+        files={},
     )
 
 

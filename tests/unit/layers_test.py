@@ -23,7 +23,7 @@ measure
 dispatch
 train
 survey predict
-export
+export fitting
 """
 TRAIN = """
 processes tables metrics baselines
@@ -36,7 +36,8 @@ config
 model planning settings
 planner build
 watch
-evaluation first_order
+evaluation
+first_order
 logs
 folder
 loop

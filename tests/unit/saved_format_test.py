@@ -98,21 +98,24 @@ def test_the_form_of_shards_has_this_number(tmp_path):
     assert folder.schema == SCHEMA and digest_of(folder)
     form = (saved_format.SHARDS, " ".join(found), " ".join(found["schema"]))
     assert form == (
-        5,
+        6,
         "format version schema files config forms standardizer report",
-        "label dense categorical multi further_labels vocab_sizes owners slots "
-        "weighted_multi weighted",
+        "label dense categorical multi further_labels user context actions vocab_sizes "
+        "owners slots weighted_multi weighted",
     )
     assert " ".join(found["config"]) == (
-        "kind path valid test label labels dense categorical multi multi_weights "
-        "separator max_values encoding min_count reserve_rows hash_buckets hash_sizes "
-        "hashed share bad transform weight keep_negatives valid_fraction time "
-        "max_bad_rows cache examples eval_examples rows signal click_rate"
+        "kind path train valid test label labels dense categorical multi "
+        "multi_weights separator max_values encoding min_count reserve_rows "
+        "hash_buckets hash_sizes hashed share bad transform weight keep_negatives "
+        "valid_fraction time user context actions history targets interleave "
+        "row_capacity stream max_bad_rows cache examples eval_examples rows signal "
+        "click_rate"
     )
     assert " ".join(SETTINGS) == (
         "label labels dense categorical multi multi_weights separator encoding "
-        "hash_buckets hash_sizes hashed share bad transform max_values min_count "
-        "reserve_rows weight keep_negatives valid_fraction time max_bad_rows"
+        "hash_buckets hash_sizes hashed share bad transform user context actions "
+        "max_values min_count reserve_rows weight keep_negatives valid_fraction "
+        "time max_bad_rows"
     )
 
 
@@ -125,9 +128,9 @@ def test_the_form_of_a_checkpoint_has_this_number():
     shapes = (f"{keystr(at)[1:]}{[*x.shape]}" for at, x in statistics)
     forms.append(" ".join(shapes).replace(", ", ","))
     assert (saved_format.RUN, *forms) == (
-        10,
+        11,
         "step position examples seconds plateau best changes returns drift "
-        "unsafe broken replanned guard scale_watch days",
+        "unsafe broken replanned confirmed guard scale_watch days",
         "step params fp8 batch_stats probe opt_state table row_state lr_scale skipped "
         "skipped_in_a_row bad_ids grad_norm metrics",
         "lhs.moments.count[] lhs.moments.mean[4] lhs.moments.scatter[1,4,4] "

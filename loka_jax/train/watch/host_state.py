@@ -39,8 +39,10 @@ class Progress:
         returns: a sentence for each return to a checkpoint after a divergence.
         drift: what looks at the operands of FP8 sites have shown, by path.
         unsafe: paths of the sites that live errors have demoted.
-        broken: paths of the sites whose kernels did not compile.
+        broken: paths of the sites that stay in bfloat16: their kernels did not compile,
+            or the validation loss rose by FP8.
         replanned: the step of the newest change of the plan.
+        confirmed: the step of the change that `watch.confirm` has judged; -1 for none.
         guard: the losses so far.
         scale_watch: the amaxes that were far off their delayed scales so far.
         days: the quality on each day's training rows before it was trained on them, in
@@ -59,6 +61,7 @@ class Progress:
     unsafe: tuple[str, ...] = ()
     broken: tuple[str, ...] = ()
     replanned: int = 0
+    confirmed: int = -1
     guard: Guard = Guard()
     scale_watch: ScaleWatch = ScaleWatch()
     days: tuple[dict[str, Any], ...] = ()

@@ -22,8 +22,8 @@ MISTAKES = [
     Mistake(
         "the cache does not tell splits apart",
         f"{DATA}/open.py",
-        "[split, str(path.resolve()), *stamp_of(path)]",
-        "[str(path.resolve()), *stamp_of(path)]",
+        "[split, address_of(path), *stamp_of(path)]",
+        "[address_of(path), *stamp_of(path)]",
         "unit/data/open_test.py",
     ),
     Mistake(
@@ -71,8 +71,8 @@ MISTAKES = [
     Mistake(
         "names of files are taken as they are written",
         f"{DATA}/files.py",
-        "stem = path.name.lower()",
-        "stem = path.name",
+        "word.search(name.lower())",
+        "word.search(name)",
         "unit/data/open_test.py",
     ),
     Mistake(
@@ -176,8 +176,8 @@ MISTAKES = [
     Mistake(
         "rows are numbered within their block",
         f"{DATA}/split.py",
-        "done += rows",
-        "done = rows",
+        "done += len(block.rows)",
+        "done = len(block.rows)",
         "unit/data/weights_test.py",
     ),
     Mistake(
@@ -203,7 +203,7 @@ MISTAKES = [
     ),
     Mistake(
         "a program may set back the time of a changed file",
-        f"{DATA}/files.py",
+        f"{DATA}/places.py",
         "status.st_mtime_ns, status.st_ctime_ns",
         "status.st_mtime_ns, status.st_mtime_ns",
         "unit/data/stamps_test.py",

@@ -20,6 +20,13 @@ MISTAKES = [
         "unit/nn/by_default_test.py",
     ),
     Mistake(
+        "statistics of stacked layers are merged as if of one",
+        f"{NN}/observed.py",
+        "merged = jax.vmap(merged)",
+        "merged = merged",
+        "unit/nn/probing_test.py",
+    ),
+    Mistake(
         "the other half of the columns is activated",
         f"{NN}/follow.py",
         "half=half, is_alone=alone",

@@ -65,7 +65,7 @@ def test_kinds_are_those_of_names_types_and_values(tmp_path):
     config, notes = inferred(written(tmp_path))
     assert kinds_of(config) == KINDS
     text = "\n".join(notes)
-    assert "first 300 rows" in notes[0] and "user (40 values)" in text
+    assert "by 300 rows" in notes[0] and "user (40 values)" in text
     for why in (
         "purchase (may be a label)",
         "scores (lists of fractions, as weights are)",

@@ -177,7 +177,7 @@ def touch(folder, *files):
         ),
         ("no/a.csv", {}, "there is no folder"),
         ("clicks.csv", {"valid": "valdi.csv"}, "valdi.csv .* did you mean 'valid.csv"),
-        ("clicks.csv", {"valid": ""}, "is a folder: name one file"),
+        ("*.tsv", {}, "there is no file at "),
         ("", {}, "no data file .* only clicks.csv, clicks_2024.csv, valid"),
     ],
 )
@@ -216,9 +216,12 @@ def test_what_a_folder_holds_and_no_split_has_is_named(tmp_path):
     for name in parts:
         write(tmp_path / "logs", name, 90)
     touch(tmp_path / "logs", "_SUCCESS", ".part-0.csv.crc")
-    why = "only part-0.csv, .* and 2 more: put it into the names of all training files"
+    assert names(sources(tmp_path / "logs")) == [parts, [], []]
+    write(tmp_path / "logs", "valid.csv", 90)
+    why = "only part-0.csv, .* and 3 more: put it into the names of all training files"
     with pytest.raises(ValueError, match=why):
         open_table(tmp_path / "logs")
+    (tmp_path / "logs" / "valid.csv").unlink()
     (tmp_path / "logs" / "part-0.csv").rename(tmp_path / "logs" / "train-0.csv")
     (tmp_path / "logs" / "valid.parquet").mkdir()
     for _ in ("converted", "from the cache"):

@@ -1,4 +1,5 @@
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -38,8 +39,16 @@ def leave_run(workdir, *, ne, label="click"):
 def test_runs_are_compared_by_their_folders_with_the_first(tmp_path, run):
     runs = [leave_run(tmp_path / f"run-{i}", ne=0.8 + i / 10) for i in (1, 0)]
     out = tmp_path / "page.html"
-    assert run(compare, *runs, "--out", out) == (0, f"Comparison: {out}\n", "")
+    code, said, error = run(compare, *runs, "--out", out)
+    first, last = said.splitlines()
+    assert (code, last, error) == (0, f"Comparison: {out}", "")
     page = Page(out)
+    number = r"[+-]\d\.\d{5} ± \d\.\d{5}"
+    assert re.fullmatch(
+        rf"run-0 minus run-1, over examples: log loss {number}, "
+        rf"NE % [+-][\d.]+ ± [\d.]+, AUC {number} \(50\)",
+        first,
+    )
     assert f"experiments/compare.py {runs[0]} {runs[1]} --out" in page.text
     rows = page.rows("Paired differences")
     assert rows[1][0] == "run-0" and all("±" in cell for cell in rows[1][1:4])

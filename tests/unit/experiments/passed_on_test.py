@@ -1,6 +1,7 @@
 """Each option of a command reaches what it is for: none is read and then forgotten."""
 
 import dataclasses
+import json
 import pathlib
 import re
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import loka_jax
-from experiments import configs, export, predict, probe, train
+from experiments import configs, evaluate, export, predict, probe, train
 from loka_jax import export as exports
 from loka_jax import jsonfile
 from loka_jax import predict as predictions
@@ -54,7 +55,7 @@ def test_predict(passed_on):
     line = ["--workdir", "run", "--out", "s.csv", "--data.path", "new.csv"]
     seen, said = passed_on(predict, *line)
     expected = {"workdir": PATH("run"), "plan": "saved", "shards": 1, "keys": ()}
-    expected |= {"path": "new.csv", "out": PATH("s.csv")}
+    expected |= {"path": "new.csv", "out": PATH("s.csv"), "where": None}
     assert seen == expected
     assert said == [
         "Reading run ...",
@@ -150,3 +151,26 @@ def test_probe(monkeypatch, run, tmp_path):
     amaxes = [{"step": 1, "a/lhs": 2.0}]
     assert (state, survey.pairs) == ("state", 5)
     assert pages == [(tmp_path / "probe.html", saved, amaxes)]
+
+
+def test_evaluate(run, monkeypatch, tmp_path):
+    asked = []
+
+    def evaluate_files(*arguments, **options):
+        asked.append((arguments[1:], options))
+        numbers = {"rows": 9, "clicks": 4, "auc": None, "logloss": 0.5, "ne": 0.9}
+        numbers |= {"ne_half": 0.1, "calibration": 1.0}
+        return predictions.Evaluated({"click": numbers}, {"at": {"click": numbers}})
+
+    stand_in = SimpleNamespace(step=7)
+    monkeypatch.setattr(predictions, "load", lambda workdir: stand_in)
+    monkeypatch.setattr(predictions, "evaluate_files", evaluate_files)
+    monkeypatch.setattr(evaluate, "unwind_on_sigterm", lambda: None)
+    line = ["--workdir", "run", "--data.path", "a", "b", "--by", "country"]
+    out = tmp_path / "e.json"
+    code, said, _ = run(evaluate, *line, "--out", out)
+    assert code == 0
+    assert asked == [((("a", "b"),), {"where": None, "by": ("country",)})]
+    numbers = "AUC n/a  log loss 0.50000  NE 0.90000 ± 0.10000  calibration 1.0000"
+    assert f"click: {numbers}  (9 rows, 4 of label 1)\n  at: {numbers}" in said
+    assert json.loads(out.read_text())["groups"]["at"]["click"]["rows"] == 9

@@ -6,11 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from loka_jax import nn
+from loka_jax import checked, nn
 from loka_jax.nn import rewrite
+from loka_jax.nn.conversion import Rules
+from loka_jax.nn.found_groups import find
 from loka_jax.nn.found_pairs import found_pairs
 from loka_jax.nn.program import read_program
+from loka_jax.nn.rewrite import run_program
+from loka_jax.ops import interaction
+from loka_jax.triton import launch
 from tests.support.nn import rounded
 
 N = 7
@@ -54,6 +61,8 @@ NOT_FOUND = [
     lambda z: (2 * gram(z))[:, *UPPER],
     lambda z: gram(z)[:, LOWER[0][::-1], LOWER[1][::-1]],
     lambda z: jnp.roll(gram(z), 1, axis=0)[:, *UPPER],
+    lambda z: gram(z.astype(jnp.int32))[:, *UPPER],
+    lambda z: gram(z.astype(jnp.complex64))[:, *UPPER],
     lambda z: (z @ z[::-1].swapaxes(1, 2))[:, *UPPER],
     lambda z: [jnp.sum(g := gram(z)), g[:, *UPPER]],
 ]
@@ -131,3 +140,26 @@ def test_pairs_that_are_skipped_run_as_written(served):
     skipping = nn.convert(call, recipe="bf16", skip="dot_general")
     sites = nn.list_sites(skipping, parameters, Z)
     assert [x.left for x in sites if x.batch] == ["a product of data and data"]
+
+
+def test_examples_stay_where_they_are_on_a_mesh_with_explicit_axes(monkeypatch):
+    pytest.importorskip("jax_triton", reason="traces the kernel")
+    for module in (interaction, launch):
+        monkeypatch.setattr(module, "why_not_here", lambda: None)
+    monkeypatch.setattr(checked, "why_wrong", lambda *families: None)
+    mesh = jax.make_mesh((1,), ("data",))
+    sharding = NamedSharding(mesh, P("data"))
+    z = jax.ShapeDtypeStruct(Z.shape, Z.dtype, sharding=sharding)
+    with jax.set_mesh(mesh):
+        closed = jax.make_jaxpr(by_einsum)(z)
+        program = read_program(closed.jaxpr, [None for _ in closed.in_avals])
+        find(program, lambda path, scope: None)
+        rules = Rules((nn.convert(by_einsum, recipe="bf16"),))
+
+        def run(z):
+            (out,) = run_program(program, [z], rules, {})
+            return jnp.sum(out**2), out
+
+        gradient, out = jax.eval_shape(jax.grad(run, has_aux=True), z)
+    assert out.sharding.spec == P("data", None)
+    assert gradient.sharding.spec == P("data", None, None)

@@ -125,6 +125,57 @@ def test_statistics_are_those_of_the_rows_that_are_looked_at(step):
     np.testing.assert_allclose(seen.g.moments.mean, g.mean(0), rtol=1e-4, atol=1e-4)
 
 
+class Stacked(linen.Module):
+    """Layers whose parameters a scan stacks, each of them two by vmap."""
+
+    @linen.compact
+    def __call__(self, x):
+        class Block(linen.Module):
+            @linen.compact
+            def __call__(self, x):
+                return jnp.tanh(linen.Dense(K, name="dense")(x))
+
+        class Step(linen.Module):
+            @linen.compact
+            def __call__(self, x, _):
+                y = linen.vmap(Block, **axes)(name="two")(jnp.stack([x, x + 1]))
+                return jnp.mean(y, axis=0), None
+
+        axes = dict(variable_axes={"params": 0}, split_rngs={"params": True})
+        return linen.scan(Step, length=3, **axes)(name="steps")(x, None)[0]
+
+
+def test_statistics_of_stacked_layers_are_those_of_each():
+    model = nn.convert(Stacked(), recipe="f32")
+    with nn.probing(CONFIG):
+        variables = initialized(model, np.zeros((ROWS, K), np.float32))
+    batches = [rounded(ROWS, K, seed=i) + i for i in range(2)]
+
+    @jax.jit
+    def run(variables, x):
+        with nn.probing(CONFIG):
+            stats = jax.grad(_loss)(variables, x, model)[PROBE]
+        return nn.merge_stats(variables[PROBE], stats, CONFIG)
+
+    for x in batches:
+        variables = variables | {PROBE: run(variables, x)}
+    (seen,) = nn.by_path(variables[PROBE]).values()
+    assert seen.lhs.moments.count.tolist() == [[2 * len(LOOKED_AT)] * 2] * 3
+    dense = variables["params"]["steps"]["two"]["dense"]
+    rows = np.concatenate([x[LOOKED_AT] for x in batches])
+    for i in range(3):
+        each = np.stack([rows, rows + 1])
+        for j, own in enumerate(each):
+            layer = jax.tree.map(lambda x, place=(i, j): x[place], seen)
+            moments, kernel = layer.lhs.moments, dense["kernel"][i, j]
+            np.testing.assert_allclose(moments.mean, own.mean(0), atol=1e-5)
+            covariance = np.cov(own, rowvar=False)
+            np.testing.assert_allclose(moments.covariance[0], covariance, atol=1e-4)
+            np.testing.assert_allclose(layer.rhs.normal.mean, kernel, rtol=1e-4)
+        outs = np.tanh(each @ dense["kernel"][i] + dense["bias"][i][:, None])
+        rows = outs.mean(0)
+
+
 def test_a_batch_that_is_not_finite_adds_nothing(step):
     variables, run = step
     x = rounded(ROWS, K)

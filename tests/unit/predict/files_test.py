@@ -97,3 +97,29 @@ def test_a_failure_after_rows_were_written_leaves_nothing(tmp_path, source):
     with pytest.raises(OSError, match="full"):
         score_file(model, source, out, progress=fail)
     assert [path.name for path in tmp_path.iterdir()] == ["new.csv"]
+
+
+def test_several_files_are_scored_and_of_them_some_rows(tmp_path):
+    model, _ = predictor_of(tmp_path)
+    for day in (1, 2):
+        folder = tmp_path / "logs" / f"dt=2026-11-0{day}"
+        folder.mkdir(parents=True)
+        write(folder / "part.csv", LINES[:day])
+    out, keys = tmp_path / "s.parquet", ("dt", "price")
+
+    def scored(path, **options):
+        out.unlink(missing_ok=True)
+        score_file(model, path, out, keys=keys, **options)
+        table = parquet.read_table(out)
+        assert (
+            table["score"].to_pylist()
+            == sigmoid([float(x) for x in table["price"].to_pylist()]).tolist()
+        )
+        return [int(day[-1]) for day in table["dt"].to_pylist()]
+
+    logs = tmp_path / "logs"
+    assert scored(logs) == scored(f"{logs}/*/part.csv") == [1, 2, 2]
+    assert scored([str(logs / f"dt=2026-11-0{day}") for day in (2, 1)]) == [2, 2, 1]
+    assert scored(logs, where="dt>2026-11-01 and price<0") == [2]
+    with pytest.raises(ValueError, match="holds such rows: correct --data.where"):
+        scored(logs, where="dt=2026-12-01")

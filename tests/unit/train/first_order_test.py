@@ -11,7 +11,6 @@ from loka_jax.models import Dcnv2, Dlrm, Mmoe, Wukong
 from loka_jax.train import baselines, build, first_order
 from loka_jax.train.config import Config, EmbeddingConfig, LoopConfig
 from loka_jax.train.evaluation import evaluate
-from loka_jax.train.loop import Loop
 from tests.support import train as support
 
 ROWS = 400
@@ -95,20 +94,19 @@ def test_only_files_on_one_device_have_a_regression(data):
         assert not first_order.starts_at_regression(run)
 
 
-def test_the_start_is_an_evaluation_that_may_be_the_best(data, monkeypatch, tmp_path):
-    judged = []
-    monkeypatch.setattr(
-        Loop, "evaluate", lambda self: judged.append(self.progress.step)
-    )
-    monkeypatch.setattr(Loop, "train", lambda self, stop: judged.append("trained"))
+def test_only_more_than_chance_is_clearly_better(data, monkeypatch):
     model = Dlrm(bottom_mlp=(8,), top_mlp=(8,), **OPTIONS)
-    run = dataclasses.replace(config(data, model).run, workdir=tmp_path / "run")
-    code, out = support.train(dataclasses.replace(config(data, model), run=run))
-    assert code == 0 and judged == [0, "trained"]
-    ne = [
-        float(x) for x in (out.split("NE ")[1].split()[0], out.split("columns ")[1][:7])
-    ]
-    assert ne[0] == pytest.approx(ne[1], abs=2e-3)
+    run = build.build(config(data, model), say=lambda _: None)
+    state = first_order.at_regression(run, run.init())
+    assert not first_order.is_clearly_better(run, state)  # it is the same
+    fitted = baselines.fit_regressions(run.splits.train, run.splits.valid)
+
+    def with_bias(bias):
+        others = tuple(x._replace(bias=x.bias + bias) for x in fitted)
+        monkeypatch.setattr(first_order, "fit_regressions", lambda *_: others)
+        return first_order.is_clearly_better(run, state)
+
+    assert with_bias(3.0) and not with_bias(0.02)
 
 
 def test_without_the_part_a_head_starts_at_random():

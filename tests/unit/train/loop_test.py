@@ -31,7 +31,7 @@ def evaluations(monkeypatch):
     """Lists step, batch and rows of evaluated states; `nes` replace their NEs."""
     found = types.SimpleNamespace(of=[], nes=None)
 
-    def quality(run, state, dataset):
+    def evaluate(run, state, dataset):
         assert dataset == run.splits.valid
         step, rows = int(state.step), float(state.table[0, 0])
         run.events.append(f"evaluate {step}")
@@ -39,7 +39,9 @@ def evaluations(monkeypatch):
         ne = found.nes.pop(0) if found.nes else 1 / step
         return {"auc": 0.7, "logloss": ne / 2, "ne": ne, "calibration": 1.0}
 
-    monkeypatch.setattr(loop_lib, "quality", quality)
+    monkeypatch.setattr(loop_lib, "evaluate", evaluate)
+    monkeypatch.setattr(loop_lib, "logged", lambda values: values)
+    monkeypatch.setattr(loop_lib.confirm, "is_due", lambda *_: False)
     return found
 
 
@@ -364,7 +366,7 @@ def test_rates_are_of_training_alone(monkeypatch):
 
     values = {"auc": 0.7, "logloss": 0.5, "ne": 0.5, "calibration": 1.0}
     monkeypatch.setattr(support.Steps, "__call__", step)
-    monkeypatch.setattr(loop_lib, "quality", takes(10, values))
+    monkeypatch.setattr(loop_lib, "evaluate", takes(10, values))
     monkeypatch.setattr(support.StandInCheckpoints, "save", takes(100, True))
     made = make_loop(steps=8, log_every=4, eval_every=3, save_every=5)
     lines = of_training(made.train())

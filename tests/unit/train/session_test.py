@@ -50,8 +50,10 @@ def sessions(monkeypatch):
     monkeypatch.setattr(session, "build", build)
     monkeypatch.setattr(session, "_print_run", lambda *_: None)
     monkeypatch.setattr(session, "write_run_page", lambda page, run: page.touch())
-    quality = lambda run, state, _: values | {"ne": NES[int(state.step)]}  # noqa: E731
-    monkeypatch.setattr(loop_lib, "quality", quality)
+    evaluate = lambda run, state, _: values | {"ne": NES[int(state.step)]}  # noqa: E731
+    monkeypatch.setattr(loop_lib, "evaluate", evaluate)
+    monkeypatch.setattr(loop_lib, "logged", lambda values: values)
+    monkeypatch.setattr(loop_lib.confirm, "is_due", lambda *_: False)
 
     def evaluate_finally(run, state, rows):
         found.judged.append((int(state.step), rows))

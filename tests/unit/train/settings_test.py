@@ -40,7 +40,7 @@ def test_few_rows_have_small_batches_and_more_validation_rows(file):
     assert found.loop.batch_size == 64 and found.loop.epochs == 20
     assert found.loop.eval_every == pytest.approx(rows / 64 / 4, abs=2)
     assert found.optim.rows == "adam"
-    assert found.optim.rows_l2 == pytest.approx(10 / rows, rel=0.05)
+    assert found.optim.rows_l2 == pytest.approx(20 / rows, rel=0.05)
     assert found.optim.plateau_patience and found.optim.best_by == "ne"
     settings_for(config(file, label="click"), said.append)
     assert any("categorical: user (50 values)" in line for line in said)

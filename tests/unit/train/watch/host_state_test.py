@@ -66,6 +66,7 @@ def test_progress_comes_back_from_json_as_it_was():
         unsafe=("b",),
         broken=("c",),
         replanned=5,
+        confirmed=5,
         guard=Guard(lowest=0.8, bad_windows=1),
         scale_watch=ScaleWatch(warnings=("w",), known=("k",), skipped=1, reads=2),
         days=({"day": 1},),

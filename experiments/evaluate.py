@@ -1,0 +1,100 @@
+"""Judges a trained run by labelled rows of files.
+
+    python experiments/evaluate.py --workdir runs/RUN --data.path day.parquet \\
+        --by country
+
+Prints AUC, log loss, NE and calibration, with 95 % intervals, of all rows, and of those
+of each value of a column or two. An error that the user can mend ends with one sentence
+and exit code 2.
+"""
+
+import dataclasses
+import pathlib
+import sys
+
+from experiments.options import parse_alone
+from loka_jax.commands import leave_on_interrupt, unwind_on_sigterm
+from loka_jax.terminal import printable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The labelled rows.
+
+    Attributes:
+        path: files with the columns and labels of the run's training data: paths,
+            folders, globs, or addresses of s3:// and gs://.
+        where: which rows, as in "dt=2026-11-14"; None for all.
+    """
+
+    path: str | tuple[str, ...]
+    where: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Judges a trained run by labelled rows of files.
+
+    Attributes:
+        workdir: the folder of the run.
+        data: the rows.
+        by: a column or two, whose values rows are told apart by.
+        out: a file for the numbers as JSON; None for none.
+    """
+
+    workdir: pathlib.Path
+    data: Rows
+    by: tuple[str, ...] = ()
+    out: pathlib.Path | None = None
+
+
+def main(line: list[str]) -> int:
+    """Runs one command line; returns the exit code."""
+    arguments = parse_alone(Arguments, line, "evaluate.py", __doc__)
+    print(f"Reading {arguments.workdir} ...", flush=True)
+    from experiments.cli import run_cli  # imports JAX: not before --help
+
+    unwind_on_sigterm()
+    return run_cli(lambda: _run(arguments))
+
+
+def _run(arguments: Arguments) -> int:
+    from loka_jax import jsonfile
+    from loka_jax.predict import evaluate_files, load
+
+    predictor = load(arguments.workdir)
+    print(f"Scoring with the weights of step {predictor.step:,}.", flush=True)
+    rows = arguments.data
+    found = evaluate_files(predictor, rows.path, where=rows.where, by=arguments.by)
+    for name, numbers in found.overall.items():
+        print(printable(f"{name}: {_in_words(numbers)}"))
+    for value, tasks in found.groups.items():
+        for name, numbers in tasks.items():
+            place = value if len(tasks) == 1 else f"{value}, {name}"
+            print(printable(f"  {place}: {_in_words(numbers)}"))
+    if arguments.out is not None:
+        jsonfile.write(arguments.out, found._asdict())
+        print(printable(f"Numbers: {arguments.out}"))
+    return 0
+
+
+def _in_words(numbers: dict) -> str:
+    def said(name: str, word: str, places: int = 5) -> str:
+        value, half = numbers.get(name), numbers.get(f"{name}_half")
+        if value is None:
+            return f"{word} n/a"
+        return f"{word} {value:.{places}f}" + ("" if half is None else f" ± {half:.5f}")
+
+    parts = (
+        said("auc", "AUC"),
+        said("logloss", "log loss"),
+        said("ne", "NE"),
+        said("calibration", "calibration", 4),
+    )
+    counts = f"({numbers['rows']:,} rows, {numbers['clicks']:,} of label 1)"
+    return "  ".join([*parts, counts])
+
+
+if __name__ == "__main__":
+    leave_on_interrupt()
+    sys.exit(main(sys.argv[1:]))
