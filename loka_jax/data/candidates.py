@@ -1,6 +1,6 @@
-"""Candidates to be scored: events without a label, on the histories of their users.
+"""Candidates: events to be scored, on the histories of their users.
 
-The history of a candidate are the labelled, strictly earlier events of its user.
+The history of a candidate are the strictly earlier events of its user that are known.
 Candidates of one user and time have one history, and are rows of one sequence, which
 do not see each other: many are scored for little more than one.
 """
@@ -40,21 +40,24 @@ def are_candidates(records: np.ndarray) -> Bool[np.ndarray, "E"]:
 
 
 def candidate_batches(
-    schema: Schema, records: np.ndarray, layout: Layout, batch_size: int
+    schema: Schema,
+    past: np.ndarray,
+    new: np.ndarray,
+    layout: Layout,
+    batch_size: int,
 ) -> Iterator[tuple[Batch, Int[np.ndarray, "n"]]]:
     """Yields batches of the candidates, and their numbers among all candidates.
 
     Args:
         schema: of the records.
-        records: of all events, see `record_dtype_of`.
+        past: the records of known events, see `record_dtype_of`.
+        new: those of the candidates, whose labels are not read. They may be known, too.
         layout: of the sequences that the model has learned from.
         batch_size: the most sequences of a batch.
     """
-    is_candidate = are_candidates(records)
-    past, new = records[~is_candidate], records[is_candidate]
     order = np.lexsort((new["time"], new["user"]))
     past, new = past[np.lexsort((past["time"], past["user"]))], new[order]
-    new["label"] = 0  # which nothing reads, and is a number
+    new["label"] = 0  # a number
     log = make_log([past, new], apart=True)
     groups = _grouped(past, new, layout)
     for part in _parts(groups.sizes, batch_size):

@@ -54,7 +54,7 @@ def evaluate_files(
 
     Args:
         path: files with the columns and the labels that the run was trained on, as of
-            `score_file`.
+            `score_file`. Of an event log they have the histories, too.
         where: which rows, as in "dt=2026-11-14"; None for all.
         by: one or two columns, whose values rows are told apart by.
 
@@ -64,11 +64,12 @@ def evaluate_files(
     paths, config = as_texts(path), predictor.encoding.config
     files, rule = chosen_files(paths, where)
     further = () if config.weight is None else (config.weight,)
-    columns = (*predictor.columns, *predictor.tasks, *further, *by)
+    names = (*predictor.columns, *predictor.tasks, *further, *by)
+    columns = tuple(dict.fromkeys(names))
     blocks = blocks_of(config, files, rule, columns, BadRows(config.max_bad_rows))
     parts = []
     with unchanged({file: stamp_of(file) for file in files}):
-        for table, logits in predictor.with_logits(blocks, Counts()):
+        for table, logits in predictor.with_logits(blocks, Counts(), judged=True):
             numbers = np.arange(1, len(logits) + 1)
             block = Block(table, numbers, ", ".join(paths))
             parts.append(_part(block, logits, predictor.tasks, config.weight, by))

@@ -113,11 +113,16 @@ class Predictor:
             yield table, _probabilities(logits)
 
     def with_logits(
-        self, blocks: Iterable[Block], counts: Counts
+        self, blocks: Iterable[Block], counts: Counts, *, judged: bool = False
     ) -> Iterator[tuple[pa.Table, np.ndarray]]:
-        """Yields the rows of the blocks with their logits, likewise."""
+        """Yields the rows of the blocks with their logits, likewise.
+
+        Args:
+            judged: of an event log, yields the rows with a label in place of those
+                without.
+        """
         if self.config.data.is_log:
-            yield from self._candidates([*blocks], counts)
+            yield from self._candidates([*blocks], counts, judged)
             return
         waiting: collections.deque[pa.Table] = collections.deque()
 
@@ -141,25 +146,31 @@ class Predictor:
         return _REFUSAL if self.encoding.config.bad == "strict" else None
 
     def _candidates(
-        self, blocks: list[Block], counts: Counts
+        self, blocks: list[Block], counts: Counts, judged: bool
     ) -> Iterator[tuple[pa.Table, np.ndarray]]:
-        """Yields the rows of an event log that have no label, with their logits."""
+        """Yields the rows of an event log without a label, or those with one."""
         schema, config = self.encoding.schema, self.config
         records = self.encoding.records(
             blocks, counts, labels="some", unknown_refusal=self._refusal
         )
-        is_new = are_candidates(records)
+        has_none = are_candidates(records)
+        is_new = ~has_none if judged else has_none
         if not len(records):
             return
         if not is_new.any():
-            raise ValueError(
-                f"all rows have a value in column {schema.label!r}: leave it empty in "
-                "those to be scored; the others are their histories."
+            what = "no row has" if judged else "all rows have"
+            remedy = (
+                "write labels" if judged else "leave it empty in those to be scored"
             )
+            raise ValueError(
+                f"{what} a value in column {schema.label!r}: {remedy}; earlier events "
+                "with a label are histories."
+            )
+        past, new = records[~has_none], records[is_new]
         logits = np.zeros((is_new.sum(), len(schema.labels)), np.float32)
         layout = layout_of(config.data, schema)
         size = config.loop.batch_size
-        for batch, numbers in candidate_batches(schema, records, layout, size):
+        for batch, numbers in candidate_batches(schema, past, new, layout, size):
             seen = metrics.init(tasks=len(schema.labels))
             found = self._run_step(self._state, seen, batch)[1][: len(numbers)]
             logits[numbers] = np.reshape(found, (len(numbers), -1))

@@ -17,6 +17,13 @@ def records_of(*rows):
     return records
 
 
+def batches_of(records, layout, batch_size=8):
+    """Returns the batches of the records without a label."""
+    is_new = are_candidates(records)
+    past, new = records[~is_new], records[is_new]
+    return candidate_batches(SCHEMA, past, new, layout, batch_size)
+
+
 NEW = np.nan
 RECORDS = records_of(
     (7, 5, 90, NEW),  # of user 7 after events 1 to 4, with 91
@@ -33,10 +40,10 @@ RECORDS = records_of(
 )
 
 
-def found(layout, records=RECORDS, batch_size=8):
+def found(layout, records=RECORDS):
     """Returns the rows of each sequence, by its first candidate, and the numbers."""
     by_candidate, numbers = {}, []
-    for batch, own in candidate_batches(SCHEMA, records, layout, batch_size):
+    for batch, own in batches_of(records, layout):
         many = batch.events.candidates
         for rows, count in zip(sequences(batch), many, strict=True):
             if rows:
@@ -69,9 +76,9 @@ def test_interleaved_events_and_windows_are_as_in_training():
 
 @pytest.mark.parametrize("layout", [LAST, BOTH, ALL])
 def test_one_of_many_candidates_has_the_rows_that_it_has_alone(layout):
-    (together, _), *_ = candidate_batches(SCHEMA, RECORDS, layout, 8)
+    (together, _), *_ = batches_of(RECORDS, layout)
     alone = RECORDS[~are_candidates(RECORDS) | (RECORDS["ids"][:, 1] == 91)]
-    (single, _), *_ = candidate_batches(SCHEMA, alone, layout, 8)
+    (single, _), *_ = batches_of(alone, layout)
     size = single.events.offsets[1]
     start = np.flatnonzero(together.events.ids[:, 0] == 91)[0] - size
     rows = np.append(np.arange(start, start + size - 1), start + size)  # without 90
@@ -83,12 +90,22 @@ def test_one_of_many_candidates_has_the_rows_that_it_has_alone(layout):
 def test_more_candidates_than_a_batch_takes_are_of_several():
     rows = [(1, 1, 1, 1)] + [(1, 2, 2 + i, NEW) for i in range(MOST_CANDIDATES + 3)]
     records = records_of(*rows)
-    batches = list(candidate_batches(SCHEMA, records, LAST, 4))
+    batches = list(batches_of(records, LAST, 4))
     assert [len(own) for _, own in batches] == [MOST_CANDIDATES, 3]
     assert all(batch.events.ids[1, 0] == 1 for batch, _ in batches)
     sizes = {batch.weights.shape for batch, _ in batches}
     assert sizes == {(MOST_CANDIDATES,)}
     users = records_of(*[(i, 1, i, NEW) for i in range(9)])
-    assert [len(own) for _, own in candidate_batches(SCHEMA, users, LAST, 4)] == [
-        *(4, 4, 1)
-    ]
+    assert [len(own) for _, own in batches_of(users, LAST, 4)] == [*(4, 4, 1)]
+
+
+def test_known_events_are_judged_on_those_before_them():
+    known = RECORDS[~are_candidates(RECORDS)]
+    ((batch, own),) = candidate_batches(SCHEMA, known, known, LAST, 8)
+    past = {
+        rows[-1][1]: [row[1] for row in rows[1:-1]] for rows in sequences(batch) if rows
+    }
+    assert past == {1: [], 2: [1], 3: [1, 2], 4: [1, 2, 3], 5: [1, 2, 3, 4], 6: []}
+    targets = batch.events.targets[: len(own)]
+    assert (batch.events.ids[targets, 0] == known["ids"][own, 1]).all()
+    assert not batch.events.answers[targets].any()

@@ -10,7 +10,7 @@ from pyarrow import csv
 import loka_jax
 from loka_jax.data import DataConfig
 from loka_jax.export import export_run
-from loka_jax.predict import score_file
+from loka_jax.predict import evaluate_files, score_file
 from loka_jax.train.scores import read_scores
 from tests.support import train as support
 from tests.whole.train import events_test as runs
@@ -112,5 +112,7 @@ def test_a_file_of_events_has_the_scores_of_its_candidates(trained, tmp_path):
     csv.write_csv(pa.table(table(past, [])), tmp_path / "all.csv")
     with pytest.raises(ValueError, match="leave it empty in those to be scored"):
         score_file(model, tmp_path / "all.csv", tmp_path / "none.csv")
+    (numbers,) = evaluate_files(model, tmp_path / "all.csv").overall.values()
+    assert numbers["rows"] == len(past) and 0.5 < numbers["ne"] < 2
     with pytest.raises(ValueError, match="an exported model scores rows apart"):
         export_run(folder / "run", tmp_path / "model")
