@@ -27,7 +27,7 @@ MISTAKES = [
     ),
     Mistake(
         "weights' covariances are learned in every observed step",
-        f"{TRAIN}/config.py",
+        f"{TRAIN}/loop_options.py",
         "step % (self.every * _COVARIANCES_EVERY) == 0",
         "step % self.every == 0",
         "unit/train/config_test.py",
@@ -40,11 +40,18 @@ MISTAKES = [
         "unit/train/planning_test.py",
     ),
     Mistake(
-        "one of several processes is observed by default",
-        f"{TRAIN}/planning.py",
-        "if every == 0 or jax.process_count() > 1:",
-        "if every == 0:",
-        "unit/train/planning_test.py",
+        "another process than the first follows a review of its own",
+        f"{TRAIN}/watch/replan.py",
+        "if jax.process_index() == 0 and (change := review(",
+        "if (change := review(",
+        "unit/train/watch/replan_test.py",
+    ),
+    Mistake(
+        "sites leave FP8 for a rise of the loss that may be chance",
+        f"{TRAIN}/watch/confirm.py",
+        "(rise.mean > limit and rise.low > 0)",
+        "(rise.mean > limit)",
+        "unit/train/watch/confirm_test.py",
     ),
     Mistake(
         "a group sends its rows to itself, too",
