@@ -193,4 +193,18 @@ MISTAKES = [
         "self._job.send(number)",
         "unit/launch/launch_test.py",
     ),
+    Mistake(
+        "the regression beside a run sums the values of lists",
+        "loka_jax/train/baselines.py",
+        "shares.append(share / np.where(total > 0, total, 1.0))",
+        "shares.append(share)",
+        "unit/train/baselines_test.py",
+    ),
+    Mistake(
+        "a model starts at a regression without its bias",
+        "loka_jax/train/first_order.py",
+        'jnp.full_like(params[name]["bias"], regression.bias)',
+        'jnp.full_like(params[name]["bias"], 0.0)',
+        "unit/train/first_order_test.py",
+    ),
 ]
