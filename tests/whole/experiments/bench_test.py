@@ -2,7 +2,11 @@
 
 import json
 
-from experiments.bench import norm_tails
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.bench import jagged_attention, norm_tails
+from loka_jax.ops.jagged_attention import BY_XLA
 
 
 def test_norm_tails_are_timed_in_each_pass(tmp_path):
@@ -14,3 +18,31 @@ def test_norm_tails_are_timed_in_each_pass(tmp_path):
     for row in rows:
         assert row["forms"]["xla"]["us"] > 0
         assert all("us" in x or "failed" in x for x in row["forms"].values())
+
+
+def test_attention_is_timed_by_xla_in_both_forms(tmp_path):
+    out = tmp_path / "attention.json"
+    arguments = jagged_attention.Arguments(cases=("tiny",), here=True, out=out)
+    jagged_attention.main(arguments)
+    (row,) = json.loads(out.read_text())["rows"]
+    forms = {f"xla {x} {y}" for x in ("dense", "jagged") for y in ("forward", "both")}
+    assert row["forms"].keys() == forms
+    assert all(record["us"] > 0 for record in row["forms"].values())
+
+
+def test_both_forms_of_xla_are_one_attention():
+    case = jagged_attention.Case(size=8, max_length=16, batch=2, heads=2)
+    offsets = case.offsets()
+    q, k, v, gradient = jagged_attention._padded_operands(case)
+    padded = [x[:, : case.max_length].astype("float32") for x in (q, k, v, gradient)]
+    rows = [x.reshape(-1, *x.shape[2:]) for x in padded]
+    dense = jagged_attention._dense(case)["both"](*padded)
+    jagged = jagged_attention._whole(case, jnp.asarray(offsets), BY_XLA)["both"](*rows)
+    for x, y in zip(dense, jagged, strict=True):
+        np.testing.assert_allclose(x.reshape(y.shape), y, rtol=1e-4, atol=1e-6)
+
+
+def test_speedups_are_over_each_anchor_of_the_same_work():
+    times = {"xla dense both": 8.0, "cudnn softmax forward": 3.0, "pallas both": 2.0}
+    forms = {name: {"us": us} for name, us in times.items()} | {"pallas forward": {}}
+    assert jagged_attention.speedups(forms) == {"xla dense both": 4.0}
