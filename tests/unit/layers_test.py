@@ -31,7 +31,7 @@ checkpoints state tasks scores
 gradients
 placement
 step
-mesh
+mesh loop_options
 config
 model planning settings
 planner build

@@ -265,4 +265,11 @@ MISTAKES = [
         "c if c.isprintable() else",
         "c if c.isascii() else",
     ),
+    Mistake(
+        "a range of days ends a day early",
+        f"{DATA}/filters.py",
+        '"<=": pc.less_equal,',
+        '"<=": pc.less,',
+        "unit/data/places_test.py",
+    ),
 ]

@@ -27,7 +27,7 @@ MISTAKES = [
     ),
     Mistake(
         "weights' covariances are learned in every observed step",
-        f"{TRAIN}/config.py",
+        f"{TRAIN}/loop_options.py",
         "step % (self.every * _COVARIANCES_EVERY) == 0",
         "step % self.every == 0",
         "unit/train/config_test.py",
@@ -40,11 +40,18 @@ MISTAKES = [
         "unit/train/planning_test.py",
     ),
     Mistake(
-        "one of several processes is observed by default",
-        f"{TRAIN}/planning.py",
-        "if every == 0 or jax.process_count() > 1:",
-        "if every == 0:",
-        "unit/train/planning_test.py",
+        "another process than the first follows a review of its own",
+        f"{TRAIN}/watch/replan.py",
+        "if jax.process_index() == 0 and (change := review(",
+        "if (change := review(",
+        "unit/train/watch/replan_test.py",
+    ),
+    Mistake(
+        "sites leave FP8 for a rise of the loss that may be chance",
+        f"{TRAIN}/watch/confirm.py",
+        "(rise.mean > limit and rise.low > 0)",
+        "(rise.mean > limit)",
+        "unit/train/watch/confirm_test.py",
     ),
     Mistake(
         "a group sends its rows to itself, too",
@@ -185,5 +192,19 @@ MISTAKES = [
         "self._job.send(signal.SIGINT)",
         "self._job.send(number)",
         "unit/launch/launch_test.py",
+    ),
+    Mistake(
+        "the regression beside a run sums the values of lists",
+        "loka_jax/train/baselines.py",
+        "shares.append(share / np.where(total > 0, total, 1.0))",
+        "shares.append(share)",
+        "unit/train/baselines_test.py",
+    ),
+    Mistake(
+        "a model starts at a regression without its bias",
+        "loka_jax/train/first_order.py",
+        'jnp.full_like(params[name]["bias"], regression.bias)',
+        'jnp.full_like(params[name]["bias"], 0.0)',
+        "unit/train/first_order_test.py",
     ),
 ]
