@@ -190,6 +190,19 @@ SPEED = {
             "kernel ": number("rows.0.{2}.us"),
         },
     ),
+    "jagged_attention": Table(
+        file="jagged_attention_h200",
+        first="rows of sequences",
+        rows="8 of 4,096, forward = m | forward; both ways = m | both; "
+        "32 of differing lengths, forward = m_log_normal | forward; "
+        "both ways  = m_log_normal | both",
+        columns=numbers(
+            "rows.case={0}.forms.$ {1}.us",
+            "XLA, dense, us = xla dense; XLA, in blocks = xla jagged; "
+            "cuDNN's softmax = cudnn softmax; kernel = pallas",
+        )
+        | {"kernel, TFLOP/s": number("rows.case={0}.forms.pallas {1}.tflops")},
+    ),
     "embedding_update": Table(
         file="embedding_update_h200",
         first="rows",

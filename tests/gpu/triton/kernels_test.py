@@ -62,7 +62,7 @@ def test_launches_repeat_bit_by_bit():
     assert_launches_repeat(product, *matmul_test.operands_of(1000, 528, 600))
     args = support.normal(9999, 16), support.normal(9999, 26, 16, seed=1)
     args = [x.astype(jnp.bfloat16) for x in args]
-    width = rows_test.width_of(26, 16, True)
+    width = rows_test.width_of(26, 16, True, None, "i > j")
     g = support.normal(9999, width, seed=2, dtype=jnp.bfloat16)
 
     def both(bottom, embeddings, g):

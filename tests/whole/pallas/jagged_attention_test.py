@@ -33,7 +33,8 @@ def both_ways(case, operands, interpret):
     )
     out, pull = jax.vjp(functools.partial(attend, **HOW), *operands[:3])
     found = out, *pull(operands[3])
-    support.assert_no_races()
+    if interpret is not None:
+        support.assert_no_races()
     return found
 
 
