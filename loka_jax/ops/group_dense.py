@@ -251,10 +251,8 @@ class DenseStep(NamedTuple):
 def _linear_end(summands: list[Scaled], bias: Array | None, want: Forms) -> Written:
     """Returns a last product; XLA joins a bias and a residual with what reads it."""
     shape = want.shape_of(summands[0].data)
-    if len(summands) == 1:
-        out = cut(in_bf16(summands[0]), shape)
-        # In bfloat16 XLA makes the bias a part of the product.
-        return Written(out if bias is None else out + bias.astype(out.dtype)[None, :])
+    if bias is None and len(summands) == 1:
+        return Written(cut(in_bf16(summands[0]), shape))
     out = functools.reduce(jnp.add, (cut(decode(x), shape) for x in summands))
     out = out if bias is None else out + bias[None, :]
     return Written(out.astype(jnp.bfloat16))
