@@ -93,9 +93,12 @@ def rise_of(by_plan: Scored, in_bf16: Scored) -> Interval:
 
 def _in_fp8(run: Run) -> list[str]:
     """Returns the sites in FP8 that no rule of the user decides."""
-    ruled = make_plan(run.sites, None, rules=run.config.dispatch.by_pattern)
-    rules = {path for path, _ in ruled.decisions}
-    return [p for p, choice in run.plan.choices if choice.is_fp8 and p not in rules]
+    in_fp8 = [path for path, choice in run.plan.choices if choice.is_fp8]
+    rules = run.config.dispatch.by_pattern
+    if not in_fp8 or not rules:
+        return in_fp8
+    ruled = {path for path, _ in make_plan(run.sites, None, rules=rules).decisions}
+    return [path for path in in_fp8 if path not in ruled]
 
 
 def _leaving(run: Run, reason: str) -> dict[str, Decision]:
