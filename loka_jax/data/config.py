@@ -168,6 +168,12 @@ class DataConfig:
                 f"--data.rows {self.rows} must name at least one table, each of 2 to "
                 f"{MAX_ROWS} rows."
             )
+        require(
+            "://" not in (self.cache or ""),
+            "--data.cache",
+            self.cache,
+            "a local folder",
+        )
         for name in ("train", "valid", "test"):
             if getattr(self, name) is not None and self.path is None:
                 raise ValueError(f"--data.{name} needs --data.path, the training file.")

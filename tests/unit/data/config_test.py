@@ -86,6 +86,7 @@ def test_value_out_of_range_is_named(name, low, high):
         ({"kind": "criteo", "path": "x.tsv", "dense": ("I1",)}, "fixed columns"),
         ({"kind": "criteo", "weight": "I1"}, "--data.weight names a column of a table"),
         ({"valid": "valid.csv"}, "--data.valid needs --data.path"),
+        ({"cache": "s3://logs/cache"}, "--data.cache .* a local folder"),
         ({"labels": ("a", "b"), "weight": "b"}, "both label and weight"),
         ({"multi": ("t",), "multi_weights": ("c=w",)}, "=VALUE; the columns are t"),
         ({"hash_sizes": ("c=1",)}, "must give the column 2 to"),

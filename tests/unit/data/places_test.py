@@ -147,9 +147,10 @@ def compare_with_local(address, logs):
     assert names(address, **days) == names(str(logs), **days)
     assert names(f"{address}/*/part-*.parquet") == names(str(logs))
     assert names(f"{address}/dt={DAYS[0]}/part-0.parquet") == [parts(1), [], []]
-    near, far = (open_table(path, **COLUMNS, **days) for path in (logs, address))
+    how = COLUMNS | days | {"cache": str(logs.parent / "cache")}
+    near, far = (open_table(path, **how) for path in (logs, address))
     assert near.identity == far.identity
-    assert open_table(address, **COLUMNS, **days).folder.path == far.folder.path
+    assert open_table(address, **how).folder.path == far.folder.path
     with pytest.raises(ValueError, match="there is no file at .*nothing"):
         names(f"{address}/nothing")
 

@@ -143,7 +143,8 @@ def test_pairs_that_are_skipped_run_as_written(served):
 
 
 def test_examples_stay_where_they_are_on_a_mesh_with_explicit_axes(monkeypatch):
-    pytest.importorskip("jax_triton", reason="traces the kernel")
+    reason = "traces the kernel"
+    pytest.importorskip("jax_triton", reason=reason, exc_type=ImportError)
     for module in (interaction, launch):
         monkeypatch.setattr(module, "why_not_here", lambda: None)
     monkeypatch.setattr(checked, "why_wrong", lambda *families: None)

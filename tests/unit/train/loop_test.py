@@ -279,7 +279,7 @@ def test_a_step_that_has_run_or_that_no_plan_helps_is_an_error(
 
 
 def test_scales_are_looked_at_every_eighth_step_and_at_the_end(watched, monkeypatch):
-    monkeypatch.setattr("loka_jax.train.config.LOOK_EVERY", 5)
+    monkeypatch.setattr("loka_jax.train.loop_options.LOOK_EVERY", 5)
     options = dict(log_every=6, eval_every=18, steps_per_call=2)
     made = make_loop(steps=18, **options).train()
     looks = [event[8:] for event in made.events if "look at" in event]

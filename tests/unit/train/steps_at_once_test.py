@@ -27,7 +27,7 @@ def test_what_is_due_between_steps_ends_a_call(monkeypatch):
         due = {name: 10}
         assert [of(step, **due) for step in (0, 8, 9, 10, 12)] == [4, 1, 1, 4, 4]
     # Operands are before every tenth.
-    monkeypatch.setattr("loka_jax.train.config.LOOK_EVERY", 10)
+    monkeypatch.setattr("loka_jax.train.loop_options.LOOK_EVERY", 10)
     assert [of(step, probe=None) for step in (0, 8, 9, 10, 12)] == [4, 1, 1, 4, 4]
     assert of(700 - 4, eval_every=None) == 4
     assert of(700 - 2, eval_every=None) == 1  # the epoch ends
