@@ -90,13 +90,13 @@ MISTAKES = [
         JAGGED,
         "    last = jnp.minimum(p.row + 1, p.history_end)\n",
         "    last = p.row + 1\n",
-        "unit/ops/jagged_attention_test.py",
+        "whole/ops/jagged_attention_test.py",
     ),
     Mistake(
         "rows see a later row of their sequence",
         JAGGED,
         "    last = jnp.minimum(p.row + 1, p.history_end)\n",
         "    last = jnp.minimum(p.row + 2, p.history_end)\n",
-        "unit/ops/jagged_attention_test.py",
+        "whole/ops/jagged_attention_test.py",
     ),
 ]

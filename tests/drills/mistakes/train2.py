@@ -205,6 +205,6 @@ MISTAKES = [
         "loka_jax/train/first_order.py",
         'jnp.full_like(params[name]["bias"], regression.bias)',
         'jnp.full_like(params[name]["bias"], 0.0)',
-        "unit/train/first_order_test.py",
+        "whole/train/first_logits_test.py",
     ),
 ]

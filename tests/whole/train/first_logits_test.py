@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -111,6 +112,6 @@ def test_only_more_than_chance_is_clearly_better(data, monkeypatch):
 
 def test_without_the_part_a_head_starts_at_random():
     model = Dlrm(bottom_mlp=(8,), top_mlp=(8,), recipe="bf16")
-    inputs = np.ones((2, 3), np.float32), np.ones((2, 4, 8), np.float32)
+    inputs = jnp.ones((2, 3)), jnp.ones((2, 4, 8))
     params = model.init(jax.random.key(0), *inputs)["params"]
     assert np.any(params["head"]["kernel"]) and "first_order" not in params
