@@ -8,6 +8,7 @@ import pytest
 
 from experiments import configs
 from loka_jax.data import Position
+from loka_jax.models import Mmoe
 from loka_jax.train import build as build_lib
 from loka_jax.train import metrics
 from tests.support import train as support
@@ -49,7 +50,7 @@ def small(config, folder):
     if config.data.kind == "events":
         data = dataclasses.replace(config.data, examples=256, eval_examples=64)
         return dataclasses.replace(config, data=data)
-    has_tasks = hasattr(config.model, "num_tasks")
+    has_tasks = isinstance(config.model, Mmoe)
     kind = config.name.partition("_")[0]
     kind = "csv" if has_tasks or kind == "table" else kind
     own = OWN if kind == "csv" else {}

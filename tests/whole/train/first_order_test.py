@@ -48,7 +48,7 @@ def test_the_start_is_kept_unless_a_state_is_clearly_better(monkeypatch, tmp_pat
     own = config(tmp_path, LoopConfig(batch_size=64, max_steps=2, eval_every=1))
     own = dataclasses.replace(own, optim=OptimConfig(plateau_patience=9))
     after = log_lines.measure
-    by_step = lambda line, optim: -line["step"]  # noqa: E731
+    by_step = lambda line, optim: -float(line["step"])  # noqa: E731
     monkeypatch.setattr(log_lines, "measure", by_step)
     code, out = support.train(own)
     monkeypatch.setattr(log_lines, "measure", after)
