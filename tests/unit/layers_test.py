@@ -36,7 +36,7 @@ config
 model planning settings
 planner build
 watch
-evaluation
+evaluation calls
 first_order
 logs
 folder

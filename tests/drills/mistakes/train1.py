@@ -107,7 +107,7 @@ MISTAKES = [
     ),
     Mistake(
         "a call of several steps passes over a look at operands",
-        "loka_jax/train/loop.py",
+        "loka_jax/train/calls.py",
         "        config.probe.look_every or after,\n",
         "",
         "unit/train/steps_at_once_test.py",

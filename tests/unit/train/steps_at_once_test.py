@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from loka_jax.train.calls import steps_at_once
 from loka_jax.train.config import LoopConfig, ProbeOptions, RunOptions
-from loka_jax.train.loop import steps_at_once
 from tests.support.train import config
 
 
