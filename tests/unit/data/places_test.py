@@ -139,10 +139,10 @@ def test_other_file_systems_are_read_by_the_same_code(logs, monkeypatch):
     """An address whose file system is a folder, in place of a store."""
     system = fs.SubTreeFileSystem(str(logs.parent), fs.LocalFileSystem())
     monkeypatch.setattr(places, "_system_of", lambda store: system)
-    compare_with_local("s3://logs", logs)
+    assert_same_as_local("s3://logs", logs)
 
 
-def compare_with_local(address, logs):
+def assert_same_as_local(address, logs):
     days = {"train": "dt<2026-11-05", "valid": "dt=2026-11-05"}
     assert names(address, **days) == names(str(logs), **days)
     assert names(f"{address}/*/part-*.parquet") == names(str(logs))
@@ -192,7 +192,7 @@ def test_a_bucket_is_read_as_a_folder_is(logs, store):
         source_filesystem=fs.LocalFileSystem(),
         destination_filesystem=store(),
     )
-    compare_with_local("s3://clicks/logs", logs)
+    assert_same_as_local("s3://clicks/logs", logs)
 
 
 def test_a_file_that_appears_while_others_are_read_is_said(logs, monkeypatch):
