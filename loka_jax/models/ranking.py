@@ -92,8 +92,8 @@ class ModelPart(linen.Module):
     ) -> Float[Array, "B n d"]:
         """Returns the norm of the parts' embeddings plus x."""
         if isinstance(x, nn.Residual) or self._is_joined(x.shape[2]):
-            norm: Any = self.norm
-            return nn.JoinedNorm(norm, self.bias, name="norm")(tuple(parts), x)
+            assert self.norm != "batch"
+            return nn.JoinedNorm(self.norm, self.bias, name="norm")(tuple(parts), x)
         out = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
         return self._normalize(out + x, "norm", train=train)
 

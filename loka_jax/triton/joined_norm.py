@@ -70,7 +70,8 @@ def joined_norm(
     out = _launch(
         joined_norm_kernel, given, out, of | dict(epsilon=epsilon), of["tiles"]
     )
-    return out.y, out.xhat if is_affine else out.y if is_kept else None, out.rstd
+    xhat = out.xhat if is_affine or not is_kept else out.y
+    return out.y, xhat, out.rstd
 
 
 def joined_norm_backward(
