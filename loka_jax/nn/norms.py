@@ -85,7 +85,6 @@ def normalize(
     *,
     train: bool,
     use_bias: bool = True,
-    use_scale: bool = True,
     name: str | None = None,
 ) -> Float[Array, "... n"]:
     """Returns `x` normalized; to be called inside a compact Flax module.
@@ -95,7 +94,6 @@ def normalize(
             moments in the collection `batch_stats`.
         train: use this batch's moments and update the running ones (batch norm only).
         use_bias: add a learned shift ("layer" and "batch" only).
-        use_scale: multiply by a learned scale (all but "block").
 
     Raises:
         ValueError: if there is no norm of that name.
@@ -104,11 +102,9 @@ def normalize(
         case "none":
             return x
         case "layer":
-            module = linen.LayerNorm(
-                dtype=x.dtype, use_bias=use_bias, use_scale=use_scale, name=name
-            )
+            module = linen.LayerNorm(dtype=x.dtype, use_bias=use_bias, name=name)
         case "rms":
-            module = linen.RMSNorm(dtype=x.dtype, use_scale=use_scale, name=name)
+            module = linen.RMSNorm(dtype=x.dtype, name=name)
         case "block":
             module = BlockNorm(name=name)
         case "batch":
@@ -117,7 +113,6 @@ def normalize(
                 momentum=0.9,
                 dtype=x.dtype,
                 use_bias=use_bias,
-                use_scale=use_scale,
                 name=name,
             )
         case _:
