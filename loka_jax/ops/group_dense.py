@@ -249,10 +249,15 @@ class DenseStep(NamedTuple):
 
 
 def _linear_end(summands: list[Scaled], bias: Array | None, want: Forms) -> Written:
-    """Returns a last product; XLA joins a bias and a residual with what reads it."""
-    shape = want.shape_of(summands[0].data)
-    if bias is None and len(summands) == 1:
-        return Written(cut(in_bf16(summands[0]), shape))
+    """Returns a last product; XLA joins a bias and a residual with what reads it.
+
+    A bfloat16 bias becomes part of an FP8 product, which saves a pass over the result.
+    """
+    first, *others = summands
+    shape = want.shape_of(first.data)
+    if not others and (bias is None or first.scales):
+        out = cut(in_bf16(first), shape)
+        return Written(out if bias is None else out + bias.astype(out.dtype)[None, :])
     out = functools.reduce(jnp.add, (cut(decode(x), shape) for x in summands))
     out = out if bias is None else out + bias[None, :]
     return Written(out.astype(jnp.bfloat16))

@@ -268,7 +268,7 @@ class WideStack:
             of_lhs = scale or rounded.of["lhs"]
             unit = of_lhs * rounded.of["rhs"] if rounded.is_fp8["fwd"] else 1.0
             z = oracle.bf16(lhs @ rhs, unit)
-            z = z if layer.bias is None else z + layer.bias
+            z = z if layer.bias is None else z + self.bias_of(i)
             xhat, rate = oracle.normalized(z, norm)
             kept = stored_xhat(xhat, norm, rounded.is_fp8["dlhs"])
             self.kept.append([of_drhs, of_dlhs, norm, activation, kept, rate])
@@ -278,6 +278,13 @@ class WideStack:
             if norm != "none":
                 scale = bounding_scale(norm, xhat.shape[1], layer, self.form.dropout)
         return oracle.bf16(x)
+
+    def bias_of(self, i):
+        """Returns a layer's bias, which is a part of the FP8 product of a linear end."""
+        form, bias = self.form, self.layers[i].bias
+        is_end = form.ends_linear and i == len(self.layers) - 1 and not form.dropout
+        is_rounded = is_end and self.roundings[i].is_fp8["fwd"]
+        return oracle.bf16(bias) if is_rounded else bias
 
     def backward(self, g, *, to_fp8=False):
         """Returns the gradients of x (before a norm of it) and of the layers."""
