@@ -7,7 +7,9 @@
 Rows are embeddings of d values; a layer norm also takes the mean away, of z and of g.
 """
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,8 +23,8 @@ from loka_jax.triton.trees import launch_tree, static
 
 # The fastest on an H200 of 16,384 x 64 x 128 and of 16,384 x 96 x 160.
 _WARPS, _BLOCK_M = 4, 8
-# With sums for gamma and beta programs take several tiles, and load those that follow
-# while they compute: else they wait for memory.
+# With sums for gamma and beta programs take rows several times, and load those that
+# follow while they compute: else they wait for memory.
 _SUMS = dict(block_m=16, stages=3)
 _PROGRAMS_OF_SUMS = 528
 _MIN_COLUMNS = 16
@@ -68,7 +70,7 @@ def joined_norm(
     given = static(parts=parts, x=x, vectors=vectors)
     of = _constants([part.shape[1] for part in parts], x, norm)
     out = _launch(
-        joined_norm_kernel, given, out, of | dict(epsilon=epsilon), of["tiles"]
+        joined_norm_kernel, given, out, of | dict(epsilon=epsilon), of["steps"]
     )
     xhat = out.xhat if is_affine or not is_kept else out.y
     return out.y, xhat, out.rstd
@@ -98,7 +100,7 @@ def joined_norm_backward(
     batch, _, d = xhat.shape
     has_sums = (vectors.gamma, vectors.beta) != (None, None)
     of = _constants(counts, xhat, norm, **_SUMS if has_sums else {})
-    programs = min(of["tiles"], _PROGRAMS_OF_SUMS) if has_sums else of["tiles"]
+    programs = min(of["steps"], _PROGRAMS_OF_SUMS) if has_sums else of["steps"]
     sums = _type((programs, d), jnp.float32)
     out: Any = static(
         parts=tuple(_type((batch, count, d)) for count in counts),
@@ -115,20 +117,31 @@ def joined_norm_backward(
 def _constants(
     counts, x, norm: NormName, block_m: int = _BLOCK_M, stages: int = 1
 ) -> dict[str, Any]:
-    (batch, n, d), firsts = x.shape, [0]
-    for count in counts[:-1]:
-        firsts.append(firsts[-1] + count)
+    (batch, n, d), widths = x.shape, _widths(x.shape[2])
     return dict(
         rows=batch * n,
-        tiles=math.ceil(batch * n / block_m),
+        steps=math.ceil(batch * n / block_m),
         n=n,
         d=d,
-        firsts=tuple(firsts),
+        firsts=_starts(counts),
         norm=norm,
         block_m=block_m,
         stages=stages,
-        block_n=max(power_of_two(d), _MIN_COLUMNS),
+        widths=widths,
+        starts=_starts(widths),
     )
+
+
+def _widths(d: int) -> tuple[int, ...]:
+    """Returns the columns of one tile, or of two where these waste fewer."""
+    whole = max(power_of_two(d), _MIN_COLUMNS)
+    half = whole // 2
+    rest = max(power_of_two(d - half), _MIN_COLUMNS)
+    return (whole,) if rest >= half else (half, rest)
+
+
+def _starts(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(itertools.accumulate(sizes[:-1], initial=0))
 
 
 def _launch(kernel, given, out, of: dict[str, Any], grid: int) -> Any:

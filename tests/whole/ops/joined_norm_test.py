@@ -15,7 +15,7 @@ from tests.support.triton import anywhere, interpreted, on_gpu
 __all__ = ["anywhere", "interpreted", "on_gpu"]
 
 
-# Embeddings of the parts, and d: of one tile of columns, and of part of one.
+# Embeddings of the parts, and d: of one tile of columns, of part of one, and of two.
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize(
     "counts, d, in_parts, norm",
