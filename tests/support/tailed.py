@@ -280,7 +280,7 @@ class WideStack:
         return oracle.bf16(x)
 
     def bias_of(self, i):
-        """Returns a layer's bias, which is a part of the FP8 product of a linear end."""
+        """Returns a bias; in FP8 the product of a linear end adds it in bfloat16."""
         form, bias = self.form, self.layers[i].bias
         is_end = form.ends_linear and i == len(self.layers) - 1 and not form.dropout
         is_rounded = is_end and self.roundings[i].is_fp8["fwd"]
