@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from loka_jax import jsonfile
-from loka_jax.dispatch.candidates import why_no_fp8, why_no_kernels, why_not
+from loka_jax.dispatch.candidates import why_no_fp8, why_not
 from loka_jax.dispatch.chains import chain_times, fastest
 from loka_jax.dispatch.groups import Deciding, Known, decide_group, groups_of
 from loka_jax.dispatch.heads import BELOW_HEAD, below_heads
@@ -125,7 +125,7 @@ class _Options(NamedTuple):
         as sites apart are, and has their time.
         """
         performance = self.performance
-        return None if why_no_kernels(performance.device) else performance.roofline
+        return None if performance.device.why_not_pallas else performance.roofline
 
     def estimates(self, site: Site) -> Estimates:
         return self.performance.estimates(site.spec)

@@ -318,7 +318,7 @@ MISTAKES = [
     Mistake(
         "operations are priced by tails that do not run on a device",
         f"{_DISPATCH}/plan.py",
-        "return None if why_no_kernels(performance.device) else performance.roofline",
+        "return None if performance.device.why_not_pallas else performance.roofline",
         "return performance.roofline",
         "unit/dispatch/groups_test.py",
     ),

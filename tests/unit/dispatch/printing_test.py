@@ -6,10 +6,9 @@ import io
 import pytest
 from rich.console import Console
 
-from loka_jax.dispatch.folding import folded
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import Decision
-from loka_jax.dispatch.printing import print_plan, print_sites
+from loka_jax.dispatch.printing import folded, print_plan, print_sites
 from loka_jax.site import BF16, Choice
 from tests.support.dispatch import ROW, site
 
