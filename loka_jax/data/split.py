@@ -12,8 +12,8 @@ import numpy as np
 
 from loka_jax.data.blocks import BadRows, Block
 from loka_jax.data.config import DataConfig, columns_of, features_of
-from loka_jax.data.files import Sources, filters_of, listed, reader_of
-from loka_jax.data.places import DataFile, shown
+from loka_jax.data.files import Sources, filters_of, reader_of
+from loka_jax.data.places import DataFile, listed, shown
 from loka_jax.data.reader import key_of, mix
 from loka_jax.data.values import is_positive, parse_labels, parse_times
 from loka_jax.terminal import clip

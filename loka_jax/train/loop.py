@@ -336,10 +336,7 @@ class Loop:
         plain = confirm.in_bfloat16(self.run)
         with self.display.doing("evaluating in bfloat16"):
             in_bf16 = evaluate(plain, self.state, self._held_out())
-        both = (
-            confirm.Scored(x.logits, x.labels, x.weights) for x in (evaluated, in_bf16)
-        )
-        said, change = confirm.confirmed(self.run, self.progress, *both)
+        said, change = confirm.confirmed(self.run, self.progress, evaluated, in_bf16)
         if change.said:
             self._change(change)
             return

@@ -35,8 +35,9 @@ mesh loop_options
 config
 model planning settings
 planner build
+evaluation
 watch
-evaluation calls
+calls
 first_order
 logs
 folder
