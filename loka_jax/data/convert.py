@@ -40,9 +40,6 @@ def convert(
     """Converts `sources` to a folder of shards; a failure leaves no folder behind.
 
     Args:
-        config: columns and policies.
-        sources: the files of each split.
-        target: the new folder.
         progress: called with the stage's name and the number of rows read so far.
         base: the encoding to use instead of learning one; new values get its reserved
             rows.

@@ -49,12 +49,7 @@ _NAMES = frozenset(
 
 
 class Inferred(NamedTuple):
-    """What the columns of a table are.
-
-    Attributes:
-        config: the options with all columns named.
-        notes: the lines that say so.
-    """
+    """What the columns of a table are: options that name all, and lines that say so."""
 
     config: DataConfig
     notes: tuple[str, ...]

@@ -185,7 +185,6 @@ def column_facts(
     Args:
         ranked: the columns `value` and `count` of the rows that were counted, the most
             frequent values first.
-        num_rows: the number of these rows.
 
     Returns:
         `rows` of its table; `values`, the size of its vocabulary, and `reserved` rows,

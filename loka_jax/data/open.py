@@ -102,7 +102,6 @@ def open_data(
     """Returns the splits of the data that `config` describes.
 
     Args:
-        config: the data and its preprocessing.
         seed: selects the held-out examples of generated data.
         base: a folder with the encoding to use, see `loka_jax.data.saved_encoding`;
             None to learn one from the training rows.

@@ -34,7 +34,6 @@ class RemoteFile:
 
     Attributes:
         uri: its address, such as s3://bucket/logs/part-0.parquet.
-        size: in bytes.
         written: the time of the last writing, in nanoseconds since 1970.
     """
 

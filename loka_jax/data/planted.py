@@ -204,7 +204,6 @@ def expected_distinct(rows: int, draws: int, zipf: float | None) -> float:
 
     Args:
         rows: of a table; ids are 1..rows-1.
-        draws: the number of ids.
         zipf: exponent of `P(k) ~ k^-zipf`, as `zipf_ids` draws it; None if nothing is
             known, for the most that there can be.
     """

@@ -162,7 +162,6 @@ class SplitByTime(NamedTuple):
     Attributes:
         since: the first time of the validation rows.
         until: the last time of the training rows.
-        share: the share of the rows that are validation rows.
         is_date: times are microseconds since 1970, read from dates.
     """
 

@@ -82,7 +82,6 @@ class Numbers(NamedTuple):
 
     Attributes:
         values: float64; 0 where missing, while NaN and infinities are kept.
-        name: the column in words.
     """
 
     values: np.ndarray

@@ -126,7 +126,6 @@ def adopt(
         seconds: the budget, which checks and times of kernels keep to. The gradients
             are compiled beside: for errors, for scales and, if time is left, to be
             timed as a whole.
-        limits: on errors and speed.
         plan: a file of `Adopted.save`, whose plan is followed; nothing is measured.
         say: takes each sentence, and the table.
 

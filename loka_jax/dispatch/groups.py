@@ -83,7 +83,6 @@ class Deciding(NamedTuple):
     Attributes:
         known: of its sites that are decided, by path.
         apart: the decisions on each site by itself, or in a chain, by path.
-        roofline: of the device.
     """
 
     group: Group

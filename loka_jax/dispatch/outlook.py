@@ -71,11 +71,7 @@ def last_line(
     make_plan: MakePlan,
     remedies: Remedies,
 ) -> str:
-    """Returns a sentence on what a plan gains, or on what keeps FP8 out of it.
-
-    Args:
-        make_plan: makes the plan of other sites, or by other errors.
-    """
+    """Returns a sentence on what a plan gains, or on what keeps FP8 out of it."""
     if performance is None:
         return _without_times()
     in_fp8 = sum(choice.is_fp8 for _, choice in plan.choices)

@@ -41,11 +41,7 @@ from loka_jax.site import BF16, PROVIDERS, Choice
 
 @dataclasses.dataclass(frozen=True)
 class DispatchPlan:
-    """Decisions by path.
-
-    Attributes:
-        decisions: pairs of path and decision, in calling order.
-    """
+    """Decisions by path, in calling order."""
 
     decisions: tuple[tuple[str, Decision], ...] = ()
 
@@ -362,9 +358,6 @@ def load(path: pathlib.Path, sites: Sequence[Site]) -> DispatchPlan:
 
 def from_json(value: Any, sites: Sequence[Site], source: str) -> DispatchPlan:
     """Returns the plan of a model's sites from the values of `as_json`.
-
-    Args:
-        source: where the values are from, for messages.
 
     Raises:
         ValueError: if they are not a plan, or a plan for other sites.

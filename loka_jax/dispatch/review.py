@@ -54,7 +54,6 @@ class Reviewer:
 
     Attributes:
         sites: of the model without a plan, as `list_sites` returns them.
-        performance: times, measured or predicted.
         limits, rules, config: as in `make_plan`.
     """
 

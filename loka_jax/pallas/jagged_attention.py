@@ -65,7 +65,6 @@ def attend(
     Args:
         fixed: a, and b where slopes are wanted.
         streamed: x and y.
-        max_length: N.
 
     Raises:
         ValueError: if heads are not served (see `why_not`), or the config does not fit.

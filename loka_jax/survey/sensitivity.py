@@ -63,8 +63,6 @@ class Effect(NamedTuple):
         change: of the mean loss, with its 95 % interval over examples.
         moved: the mean absolute change of the examples' losses, in which errors of
             opposite signs do not cancel.
-        loss: in bfloat16.
-        examples: from which it was measured.
     """
 
     change: Interval

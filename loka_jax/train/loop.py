@@ -40,13 +40,7 @@ _MAX_FIRST_STEPS = 16
 
 @dataclasses.dataclass(eq=False)
 class Loop:
-    """A run in progress: its state, which steps donate, its record and checkpoints.
-
-    Attributes:
-        checkpoints: of the newest steps.
-        best: of the best evaluation.
-        clock: measures the session's time.
-    """
+    """A run in progress: its state, which steps donate, its record and checkpoints."""
 
     run: Run
     state: TrainState

@@ -5,7 +5,7 @@ takes several passes. Letters as in `loka_jax.packed`: m values, n parts of k bl
 b values, w bytes of a packed part.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,22 +19,10 @@ _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 _MAX_BLOCKS = 2**31 - 1  # numbers of blocks are int32
 
 
-class TuningConfig(NamedTuple):
-    """The tunable parameters of a launch.
-
-    Attributes:
-        values: of a program's tile, a multiple of the block.
-    """
-
-    values: int
-    num_warps: int
-
-
-PACK = TuningConfig(2048, 4)
-SUM = TuningConfig(4096, 4)
-# Four values a thread, so that loads of codes and stores of float32 have one layout:
-# with more, all values pass through shared memory.
-UNPACK = TuningConfig(1024, 8)
+# Values of a tile, and warps of a program. Unpacking takes four values a thread, so
+# that loads of codes and stores of float32 have one layout: with more, all values pass
+# through shared memory.
+_PACK, _SUM, _UNPACK = (2048, 4), (4096, 4), (1024, 8)
 
 
 def why_not(packing: Packing, dtype: DTypeLike) -> str | None:
@@ -48,11 +36,7 @@ def why_not(packing: Packing, dtype: DTypeLike) -> str | None:
 
 
 def pack(
-    x: Float[Array, "m"],
-    words: UInt32[Array, "2"],
-    packing: Packing,
-    *,
-    config: TuningConfig = PACK,
+    x: Float[Array, "m"], words: UInt32[Array, "2"], packing: Packing
 ) -> UInt8[Array, "n w"]:
     """Returns the packed parts of a float32 or bfloat16 vector.
 
@@ -67,16 +51,12 @@ def pack(
 
     out, operands = _rows(packing.parts, packing), (x, words)
     blocks, kernel = packing.parts * packing.blocks, packed_kernel.pack_kernel
-    (packed,) = _run(kernel, operands, out, blocks, packing, config)
+    (packed,) = _run(kernel, operands, out, blocks, packing, _PACK)
     return packed
 
 
 def sum_packed(
-    packed: UInt8[Array, "n w"],
-    words: UInt32[Array, "2"],
-    packing: Packing,
-    *,
-    config: TuningConfig = SUM,
+    packed: UInt8[Array, "n w"], words: UInt32[Array, "2"], packing: Packing
 ) -> UInt8[Array, "1 w"]:
     """Returns the packed sum of n packed parts, added up in float32 in their order.
 
@@ -88,16 +68,12 @@ def sum_packed(
 
     out, blocks = _rows(1, packing), packing.blocks
     operands, kernel = (packed, words), packed_kernel.sum_kernel
-    (total,) = _run(kernel, operands, out, blocks, packing, config)
+    (total,) = _run(kernel, operands, out, blocks, packing, _SUM)
     return total
 
 
 def unpack(
-    packed: UInt8[Array, "p w"],
-    packing: Packing,
-    dtype: DTypeLike = jnp.float32,
-    *,
-    config: TuningConfig = UNPACK,
+    packed: UInt8[Array, "p w"], packing: Packing, dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "m"]:
     """Returns the vector of these parts, float32 or bfloat16; of v vectors', their sum.
 
@@ -114,7 +90,7 @@ def unpack(
     blocks = packing.parts * packing.blocks
     vectors = len(packed) // packing.parts
     kernel = packed_kernel.unpack_kernel
-    (x,) = _run(kernel, (packed,), out, blocks, packing, config, vectors=vectors)
+    (x,) = _run(kernel, (packed,), out, blocks, packing, _UNPACK, vectors=vectors)
     return x
 
 
@@ -128,17 +104,18 @@ def _run(
     out: jax.ShapeDtypeStruct,
     blocks: int,
     packing: Packing,
-    config: TuningConfig,
+    config: tuple[int, int],
     **constants: int,
 ):
     """Returns the results of a kernel whose programs share `blocks` blocks."""
-    tile = config.values // packing.block
+    values, num_warps = config
+    tile = values // packing.block
     return launch(
         kernel,
         *operands,
         outputs=[out],
         grid=-(-blocks // tile),
-        num_warps=config.num_warps,
+        num_warps=num_warps,
         num_stages=1,
         constants=dict(
             size=packing.size,

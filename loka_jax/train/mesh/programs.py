@@ -44,9 +44,6 @@ def train_program(
     The state is donated, and so are routed batches to write over: XLA records kernels
     in graphs with the addresses of their arrays, and has to record them again when an
     address changes.
-
-    Args:
-        steps: how many are taken by a call.
     """
 
     def parts_after(parts: dict[str, Any], batches, routed, coming, spent):

@@ -38,7 +38,6 @@ def by_stack(function: Callable[..., Any], tables: Tables, *parts: Any) -> Any:
     """Returns `function(spec, *parts)`; of several stacks a tuple, one of each.
 
     Args:
-        function: of a stack's spec, and its part of each of `parts`.
         parts: what belongs to the only stack, or a tuple with what belongs to each.
     """
     if isinstance(tables, TableSpec):
@@ -77,12 +76,7 @@ def project(model: Model, tables: Tables) -> "Model | Projected":
 
 @dataclasses.dataclass(frozen=True)
 class Projected:
-    """A model of the embeddings of each stack; used as the model itself is.
-
-    Attributes:
-        model: of embeddings `[B, F, D]`.
-        tables: the stacks.
-    """
+    """A model of the embeddings `[B, F, D]` of all stacks; used as the model is."""
 
     model: Model
     tables: MixedTables

@@ -48,7 +48,6 @@ class Look(NamedTuple):
     """A look at the newest steps, which the device may still be computing.
 
     Attributes:
-        position: position of the next batch.
         swamped: share of the nonzero dense values of the newest batch that become zero
             in E4M3 under a scale for the largest of them.
         largest: the place of that value in the batch, and the value.
@@ -90,7 +89,6 @@ class ScaleWatch:
         warnings: a sentence for each step that showed a new operand or column.
         known: the operands and columns of these warnings.
         skipped: the number of steps skipped before the newest look.
-        reads: the number of batches read again.
     """
 
     warnings: tuple[str, ...] = ()
