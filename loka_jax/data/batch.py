@@ -244,12 +244,7 @@ class Dataset(Protocol):
         return -(-self.num_examples // batch_size)
 
     def batch(
-        self,
-        position: Position,
-        batch_size: int,
-        *,
-        shuffle: bool,
-        part: Part = WHOLE,
+        self, position: Position, batch_size: int, *, shuffle: bool, part: Part = WHOLE
     ) -> Batch:
         """Returns a part of the batch at `position`, a pure function of the arguments.
 

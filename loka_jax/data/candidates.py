@@ -40,11 +40,7 @@ def are_candidates(records: np.ndarray) -> Bool[np.ndarray, "E"]:
 
 
 def candidate_batches(
-    schema: Schema,
-    past: np.ndarray,
-    new: np.ndarray,
-    layout: Layout,
-    batch_size: int,
+    schema: Schema, past: np.ndarray, new: np.ndarray, layout: Layout, batch_size: int
 ) -> Iterator[tuple[Batch, Int[np.ndarray, "n"]]]:
     """Yields batches of the candidates, and their numbers among all candidates.
 

@@ -12,14 +12,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from loka_jax.data.blocks import (
-    NULL_WORDS,
-    BadRows,
-    as_dates,
-    element_type,
-    pc,
-    plain,
-)
+from loka_jax.data.blocks import NULL_WORDS, BadRows, as_dates, element_type, pc, plain
 from loka_jax.data.config import DataConfig, columns_of
 from loka_jax.data.files import Sources, column_types, find_sources, reader_of
 from loka_jax.data.places import DataFile, listed

@@ -112,10 +112,7 @@ def _effect_rows(
 
 
 def _parts(
-    config: DataConfig,
-    world: World,
-    z: Float[Array, "B n"],
-    ids: Int[Array, "B F"],
+    config: DataConfig, world: World, z: Float[Array, "B n"], ids: Int[Array, "B F"]
 ) -> Float[Array, "B 3"]:
     """Returns the logit's dense, id and pair parts, not yet weighted."""
     amplitude, frequency, phase, slope = (w[None, :] for w in world.dense_waves)

@@ -59,12 +59,7 @@ class ShardDataset(Dataset):
         self._vocab_sizes = np.asarray(schema.vocab_sizes, np.int32)
 
     def batch(
-        self,
-        position: Position,
-        batch_size: int,
-        *,
-        shuffle: bool,
-        part: Part = WHOLE,
+        self, position: Position, batch_size: int, *, shuffle: bool, part: Part = WHOLE
     ) -> Batch:
         """Returns a part of the batch at `position`, in host memory.
 

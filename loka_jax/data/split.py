@@ -25,10 +25,7 @@ class SplitReader:
     """Reads the files, as often as needed, and gives every row its split."""
 
     def __init__(
-        self,
-        config: DataConfig,
-        sources: Sources,
-        progress: Callable[[str, int], None],
+        self, config: DataConfig, sources: Sources, progress: Callable[[str, int], None]
     ):
         """Opens nothing yet; `progress` takes a stage and the number of rows read."""
         if not sources.valid and not config.valid_fraction > 0:

@@ -258,10 +258,7 @@ def _terms(site: Site, options: _Options, not_fp8: Mapping[str, str]) -> Terms:
 
 
 def _decide_together(
-    entries: list[Entry],
-    terms: list[Terms],
-    alone: list[Decision],
-    limits: Limits,
+    entries: list[Entry], terms: list[Terms], alone: list[Decision], limits: Limits
 ) -> list[Decision] | None:
     """Returns the decisions on a chain as a whole, if they are faster than `alone`."""
     name = terms[0].pass_name

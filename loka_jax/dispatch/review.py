@@ -30,12 +30,7 @@ from loka_jax.dispatch.drift import HOME
 from loka_jax.dispatch.groups import groups_of
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan, make_plan
-from loka_jax.dispatch.policy import (
-    DEFAULT_LIMITS,
-    Decision,
-    Limits,
-    shares_of_limits,
-)
+from loka_jax.dispatch.policy import DEFAULT_LIMITS, Decision, Limits, shares_of_limits
 from loka_jax.dispatch.table import Entry, RoleErrors, Table
 from loka_jax.group import Cross
 from loka_jax.measure.intervals import Interval, next_value
@@ -150,9 +145,7 @@ def _is_faster(best: Decision, now: Decision, limits: Limits) -> bool:
 def _part(limits: Limits, share: float) -> Limits:
     """Returns the limits with a share of those on errors."""
     return dataclasses.replace(
-        limits,
-        healthy=share * limits.healthy,
-        worst_row=share * limits.worst_row,
+        limits, healthy=share * limits.healthy, worst_row=share * limits.worst_row
     )
 
 

@@ -118,10 +118,7 @@ def held_out(run: Run, max_batches: int) -> list[Batch]:
 
 
 def losses(
-    run: Run,
-    state: TrainState,
-    batches: Sequence[Batch],
-    choices: Mapping[str, Choice],
+    run: Run, state: TrainState, batches: Sequence[Batch], choices: Mapping[str, Choice]
 ) -> Losses:
     """Returns the losses of all weighted examples in bfloat16, but for some sites."""
     model = run.config.model.clone(recipe="bf16")

@@ -14,13 +14,7 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding
 
 from loka_jax import jsonfile, nn
-from loka_jax.data import (
-    Batch,
-    Dataset,
-    Position,
-    Splits,
-    open_data,
-)
+from loka_jax.data import Batch, Dataset, Position, Splits, open_data
 from loka_jax.data.prefetch import Batches, prefetch
 from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.gradient_wire import GradientSum, choose_sum
@@ -32,11 +26,7 @@ from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedu
 from loka_jax.train import metrics
 from loka_jax.train.checkpoints.orbax_files import meet
 from loka_jax.train.config import Config
-from loka_jax.train.mesh.devices import (
-    BATCH,
-    mesh_of,
-    scaled_sums,
-)
+from loka_jax.train.mesh.devices import BATCH, mesh_of, scaled_sums
 from loka_jax.train.mesh.placement import MeshPlacement, placement_of
 from loka_jax.train.model import model_of
 from loka_jax.train.placement import Placement

@@ -39,11 +39,7 @@ from loka_jax.train.loop_options import (
     ProbeOptions,
     RunOptions,
 )
-from loka_jax.train.mesh.devices import (
-    CollectivesConfig,
-    MeshConfig,
-    require_averages,
-)
+from loka_jax.train.mesh.devices import CollectivesConfig, MeshConfig, require_averages
 from loka_jax.train.tables.embedding_config import EmbeddingConfig
 
 FLAX_FIELDS = {"parent", "name"}  # of a module, which are Flax's own

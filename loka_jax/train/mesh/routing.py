@@ -80,9 +80,7 @@ class RoutedBatch(NamedTuple):
     def capacity(self) -> Any:
         """The places of a list, for each stack."""
         return jax.tree.map(
-            lambda route: route.asked.shape[1],
-            self.routes,
-            is_leaf=_is_routed,
+            lambda route: route.asked.shape[1], self.routes, is_leaf=_is_routed
         )
 
 

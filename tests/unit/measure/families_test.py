@@ -121,8 +121,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    "family, index, plant",
-    [pytest.param(*fault, id=what) for what, *fault in FAULTS],
+    "family, index, plant", [pytest.param(*fault, id=what) for what, *fault in FAULTS]
 )
 def test_a_planted_fault_is_found(family, index, plant):
     case = _case(family, index)
