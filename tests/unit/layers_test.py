@@ -37,7 +37,6 @@ model planning settings
 planner build
 evaluation
 watch
-calls
 first_order
 logs
 folder

@@ -24,8 +24,8 @@ from loka_jax.data import Dataset, Position
 from loka_jax.fp8 import E4M3
 from loka_jax.recipe import OPERANDS, Recipe
 from loka_jax.scaling import DelayedScaling, amax_ratios, smallest_ratio
+from loka_jax.train.loop_options import LOOK_STEPS
 
-LOOK_STEPS = 8
 CLIPPED = 16.0  # ratio above which an amax is an outlier
 FLUSHED = 16.0  # amax, in smallest numbers of its scale, below which most values are 0
 SWAMPED = 0.5  # share of the dense values that are too small beside the largest one
