@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8, UInt32
 
 from loka_jax.packed import Packing
-from loka_jax.triton.launch import launch, require_triton
+from loka_jax.triton.launch import require_triton
+from loka_jax.triton.trees import launch_tree, static
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 _MAX_BLOCKS = 2**31 - 1  # numbers of blocks are int32
@@ -49,10 +50,9 @@ def pack(
     _check("pack", packing, x.dtype)
     from loka_jax.triton import packed_kernel  # not above: it imports Triton
 
-    out, operands = _rows(packing.parts, packing), (x, words)
-    blocks, kernel = packing.parts * packing.blocks, packed_kernel.pack_kernel
-    (packed,) = _run(kernel, operands, out, blocks, packing, _PACK)
-    return packed
+    given, out = static(x=x, words=words), _rows(packing.parts, packing)
+    blocks = packing.parts * packing.blocks
+    return _run(packed_kernel.pack_kernel, given, out, blocks, packing, _PACK)
 
 
 def sum_packed(
@@ -66,10 +66,9 @@ def sum_packed(
     _check("sum_packed", packing)
     from loka_jax.triton import packed_kernel
 
-    out, blocks = _rows(1, packing), packing.blocks
-    operands, kernel = (packed, words), packed_kernel.sum_kernel
-    (total,) = _run(kernel, operands, out, blocks, packing, _SUM)
-    return total
+    given, out = static(packed=packed, words=words), _rows(1, packing)
+    kernel = packed_kernel.sum_kernel
+    return _run(kernel, given, out, packing.blocks, packing, _SUM)
 
 
 def unpack(
@@ -88,10 +87,9 @@ def unpack(
 
     out = jax.ShapeDtypeStruct((packing.size,), dtype)
     blocks = packing.parts * packing.blocks
-    vectors = len(packed) // packing.parts
-    kernel = packed_kernel.unpack_kernel
-    (x,) = _run(kernel, (packed,), out, blocks, packing, _UNPACK, vectors=vectors)
-    return x
+    of = dict(vectors=len(packed) // packing.parts)
+    kernel, given = packed_kernel.unpack_kernel, static(packed=packed)
+    return _run(kernel, given, out, blocks, packing, _UNPACK, **of)
 
 
 def _rows(count: int, packing: Packing) -> jax.ShapeDtypeStruct:
@@ -100,34 +98,24 @@ def _rows(count: int, packing: Packing) -> jax.ShapeDtypeStruct:
 
 def _run(
     kernel: Any,
-    operands: tuple[Array, ...],
+    given: Any,
     out: jax.ShapeDtypeStruct,
     blocks: int,
     packing: Packing,
     config: tuple[int, int],
     **constants: int,
-):
-    """Returns the results of a kernel whose programs share `blocks` blocks."""
+) -> Any:
+    """Returns the result of a kernel whose programs share `blocks` blocks."""
     values, num_warps = config
     tile = values // packing.block
-    return launch(
-        kernel,
-        *operands,
-        outputs=[out],
-        grid=-(-blocks // tile),
-        num_warps=num_warps,
-        num_stages=1,
-        constants=dict(
-            size=packing.size,
-            parts=packing.parts,
-            blocks=packing.blocks,
-            block=packing.block,
-            tile=tile,
-            is_int8=packing.format == "int8",
-            limit=packing.limit,
-            **constants,
-        ),
+    of = static(
+        **dict(size=packing.size, parts=packing.parts, blocks=packing.blocks),
+        **dict(block=packing.block, tile=tile, limit=packing.limit),
+        is_int8=packing.format == "int8",
+        **constants,
     )
+    grid = -(-blocks // tile)
+    return launch_tree(kernel, given, out, of, grid=grid, num_warps=num_warps)
 
 
 def _check(name: str, packing: Packing, dtype: DTypeLike = jnp.float32) -> None:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped, UInt32
 
-from loka_jax.triton.launch import launch, power_of_two, require_triton
+from loka_jax.triton.launch import power_of_two, require_triton
+from loka_jax.triton.trees import launch_tree, static
 
 _MAX_DIM = 1024
 _MAX_SLOTS = 2**31 - 2  # numbers of slots are int32
@@ -58,23 +59,17 @@ def encode(
     width = capacity * dim + (codec != "bf16") * capacity
     dtype = jnp.bfloat16 if codec == "bf16" else jnp.uint8
     tile = _tile(dim)
-    (payload,) = launch(
+    of = static(
+        **dict(num_rows=num_rows, capacity=capacity, dim=dim, width=width),
+        **dict(tile=tile, tile_dim=power_of_two(dim), codec=codec),
+    )
+    payload = launch_tree(
         row_wire_kernel.encode_kernel,
-        *(rows, ids, ids if words is None else words),
-        outputs=[jax.ShapeDtypeStruct((lists, width), dtype)],
+        static(rows=rows, ids=ids, words=words),
+        jax.ShapeDtypeStruct((lists, width), dtype),
+        of,
         grid=lists * -(-capacity // tile),
         num_warps=_WARPS,
-        num_stages=1,
-        constants=dict(
-            num_rows=num_rows,
-            capacity=capacity,
-            dim=dim,
-            width=width,
-            tile=tile,
-            tile_dim=power_of_two(dim),
-            codec=codec,
-            is_unbiased=words is not None,
-        ),
     )
     if codec == "bf16":
         return jax.lax.bitcast_convert_type(payload, jnp.uint16)
@@ -101,25 +96,18 @@ def decode(
     if codec == "bf16":
         payload = jax.lax.bitcast_convert_type(payload, jnp.bfloat16)
     tile = _tile(dim)
-    (rows,) = launch(
+    of = static(
+        **dict(n=slots.size, num_slots=lists * capacity, capacity=capacity, dim=dim),
+        **dict(width=width, tile=tile, tile_dim=power_of_two(dim), codec=codec),
+    )
+    return launch_tree(
         row_wire_kernel.decode_kernel,
-        *(payload, slots),
-        outputs=[jax.ShapeDtypeStruct((slots.size, dim), jnp.bfloat16)],
+        static(payload=payload, slots=slots),
+        jax.ShapeDtypeStruct((slots.size, dim), jnp.bfloat16),
+        of,
         grid=-(-slots.size // tile),
         num_warps=_WARPS,
-        num_stages=1,
-        constants=dict(
-            n=slots.size,
-            num_slots=lists * capacity,
-            capacity=capacity,
-            dim=dim,
-            width=width,
-            tile=tile,
-            tile_dim=power_of_two(dim),
-            codec=codec,
-        ),
     )
-    return rows
 
 
 def _tile(dim: int) -> int:
