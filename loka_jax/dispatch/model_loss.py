@@ -271,7 +271,8 @@ def _over(
         seen = observe(variables, jnp.asarray(step, jnp.float32), batch)
         for path, x in seen.items():
             # All steps count alike, and so do those of each layer of a stack.
-            errors[path] = _sum(errors[path], x) if path in errors else x
+            before = errors.get(path)
+            errors[path] = x if before is None else jax.tree.map(jnp.add, before, x)
     return {path: _largest(x) for path, x in jax.device_get(errors).items()}
 
 
@@ -289,10 +290,6 @@ def _after_all(
         for batch in batches:
             scales = after(scales, rest, batch)
     return scales
-
-
-def _sum(a: LiveErrors, b: LiveErrors) -> LiveErrors:
-    return LiveErrors(a.steps + b.steps, a.sums + b.sums)
 
 
 def _largest(errors: LiveErrors) -> LiveErrors:

@@ -75,7 +75,10 @@ class Reviewer:
         within = self._decide(errors, self.limits)
         well_within = within
         if demoted_before:
-            well_within = within | self._decide(errors, _part(self.limits, HOME))
+            healthy, worst = self.limits.healthy, self.limits.worst_row
+            near = dict(healthy=HOME * healthy, worst_row=HOME * worst)
+            limits = dataclasses.replace(self.limits, **near)
+            well_within = within | self._decide(errors, limits)
         demoted, promoted = {}, {}
         for path, now in plan.decisions:
             if path not in errors or within[path].choice == now.choice:
@@ -140,13 +143,6 @@ def _is_faster(best: Decision, now: Decision, limits: Limits) -> bool:
     if best.speedup is None or now.speedup is None:
         return False
     return best.speedup >= limits.speedup * now.speedup
-
-
-def _part(limits: Limits, share: float) -> Limits:
-    """Returns the limits with a share of those on errors."""
-    return dataclasses.replace(
-        limits, healthy=share * limits.healthy, worst_row=share * limits.worst_row
-    )
 
 
 # How much larger live errors are than drawn ones, by role and measure: the natural

@@ -125,22 +125,16 @@ class Projected:
         self, projections: dict[str, Array], rows: tuple[Array, ...]
     ) -> Float[Array, "B F D"]:
         """Returns the vectors of all fields, in their order."""
-        parts = [
-            _project(part, projections[str(stack.dim)])
-            if str(stack.dim) in projections
-            else part
-            for stack, part in zip(self.tables.stacks, rows, strict=True)
-        ]
+        parts = []
+        for stack, part in zip(self.tables.stacks, rows, strict=True):
+            if str(stack.dim) in projections:
+                weight, dtype = projections[str(stack.dim)], part.dtype
+                part = jnp.einsum(
+                    "bgd,gde->bge",
+                    part,
+                    weight.astype(dtype),
+                    preferred_element_type=jnp.float32,
+                ).astype(dtype)
+            parts.append(part)
         places = np.argsort(np.concatenate(self.tables.fields))
         return jnp.concatenate(parts, axis=1)[:, places]
-
-
-def _project(
-    rows: Float[Array, "B G d"], projection: Float[Array, "G d D"]
-) -> Float[Array, "B G D"]:
-    return jnp.einsum(
-        "bgd,gde->bge",
-        rows,
-        projection.astype(rows.dtype),
-        preferred_element_type=jnp.float32,
-    ).astype(rows.dtype)
