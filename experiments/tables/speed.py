@@ -49,6 +49,7 @@ def _wide_models(phase: str) -> Table:
         first=phase,
         rows="Wukong M, 16,384 = wukong_m plain | 16384; "
         "Wukong L, 16,384 = wukong_l plain | 16384; "
+        "Wukong XL, 4,096 = wukong_xl | 4096; "
         "DHEN L, 16,384 = dhen_l | 16384; "
         "DLRM-DCNv2, 65,536 = mlperf_dcnv2 | 65536; "
         "DLRM-DCNv2, 8,192 = mlperf_dcnv2 | 8192",
