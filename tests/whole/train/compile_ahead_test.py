@@ -4,10 +4,10 @@ import dataclasses
 import threading
 from unittest import mock
 
-import chex
 import jax
 import pytest
 
+from loka_jax.nn import by_path
 from loka_jax.train import build as build_lib
 from loka_jax.train import session
 from loka_jax.train.config import ProbeOptions
@@ -38,29 +38,24 @@ def config(**options):
     return dataclasses.replace(made, model=model, probe=PROBE, plan="off")
 
 
-def test_it_is_compiled_once_in_a_thread_and_changes_no_bit(compiled):
+def test_it_is_compiled_once_in_a_thread(compiled):
     run = build_lib.build(config(), None, lambda line: None)
-    batch, probe = run.read(run.splits.train, 0), PROBE.config_at(4)
-    plain = run.train_step()(run.init(), batch)
-    again = run.train_step()(run.init(), batch)
-    expected = run.train_step(probe=probe)(plain, batch)
-    run.programs.clear()
-    step = run.train_step(probe=probe)
+    batch = run.read(run.splits.train, 0)
+    state = run.train_step()(run.init(), batch)
+    step = run.train_step(probe=PROBE.config_at(4))
     compiled.clear()
-    step.compile_ahead(again, batch)
-    after = step(again, batch)
+    step.compile_ahead(state, batch)
+    after = step(state, batch)
     (thread,) = compiled
-    assert thread is not threading.current_thread()
-    chex.assert_trees_all_equal(vars(after), vars(expected))
+    assert thread is not threading.current_thread() and after.step == 2
+    counts = [x.lhs.moments.count for x in by_path(after.probe).values()]
+    assert counts and set(map(int, counts)) == {len(batch.ids)}
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_loop_begins_it_once_and_an_error_there_is_harmless(
-    monkeypatch, tmp_path, fails
-):
+def test_the_loop_begins_it_once_and_an_error_there_is_harmless(monkeypatch, tmp_path):
     support.share_data(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    error = RuntimeError("no compiler") if fails else None
+    error = RuntimeError("no compiler")
     lower = mock.create_autospec(TrainStep.lower, side_effect=error)
     monkeypatch.setattr(TrainStep, "lower", lower)
     assert session.train(config(workdir=tmp_path, max_steps=6), []).exit_code == 0
