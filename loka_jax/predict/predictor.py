@@ -20,12 +20,19 @@ from jaxtyping import Array
 from loka_jax import nn
 from loka_jax.data import Position
 from loka_jax.data.blocks import Block, find_columns
-from loka_jax.data.candidates import are_candidates, candidate_batches
 from loka_jax.data.config import features_of
+from loka_jax.data.events import batch_of, layout_of
 from loka_jax.data.reader import ShardDataset
 from loka_jax.data.records import Encoding
 from loka_jax.data.saved_encoding import load_encoding
-from loka_jax.data.sequences import layout_of
+from loka_jax.data.sequences import (
+    MOST_CANDIDATES,
+    Layout,
+    Shape,
+    are_candidates,
+    candidate_batches,
+    ladder,
+)
 from loka_jax.data.values import Counts
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.predict.trained import read_trained
@@ -169,9 +176,9 @@ class Predictor:
         past, new = records[~has_none], records[is_new]
         logits = np.zeros((is_new.sum(), len(schema.labels)), np.float32)
         layout = layout_of(config.data, schema)
-        size = config.loop.batch_size
-        for batch, numbers in candidate_batches(schema, past, new, layout, size):
-            seen = metrics.init(tasks=len(schema.labels))
+        shapes = _shapes(layout, config.loop.batch_size)
+        for arrays, _, numbers in candidate_batches(past, new, layout, shapes):
+            seen, batch = metrics.init(tasks=len(schema.labels)), batch_of(arrays)
             found = self._run_step(self._state, seen, batch)[1][: len(numbers)]
             logits[numbers] = np.reshape(found, (len(numbers), -1))
         table = pa.concat_tables([block.table for block in blocks])
@@ -237,6 +244,12 @@ def load(
     model = past_first_steps(model, trained.state)
     run_step = compiled_eval_step(model, trained.placement)
     return Predictor(config, encoding, saved.step, trained.state, run_step)
+
+
+def _shapes(layout: Layout, batch_size: int) -> list[Shape]:
+    """Returns the shapes of batches of candidates, in rising order."""
+    rows = ladder(batch_size * layout.longest + MOST_CANDIDATES)
+    return [Shape(count, batch_size, MOST_CANDIDATES) for count in reversed(rows)]
 
 
 def _groups(blocks: Iterable[Block]) -> Iterator[list[Block]]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from loka_jax import nn
 from loka_jax.data import Events, Schema
-from loka_jax.data.sequences import layout_of
+from loka_jax.data.events import layout_of
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.ops.tables import Tables, TableSpec, with_dims
 from loka_jax.train import tasks

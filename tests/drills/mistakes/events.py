@@ -2,7 +2,6 @@
 
 from tests.drills.mistakes import Mistake
 
-CANDIDATES = "loka_jax/data/candidates.py"
 EVENTS = "loka_jax/data/events.py"
 JAGGED = "loka_jax/jagged.py"
 SEQUENCES = "loka_jax/data/sequences.py"
@@ -32,7 +31,7 @@ MISTAKES = [
     Mistake(
         "a candidate has its actions",
         SEQUENCES,
-        "    ids[rows.is_candidate, ids.shape[1] - len(schema.actions) :] = 0\n",
+        "    ids[rows.is_candidate, ids.shape[1] - layout.actions :] = 0\n",
         "",
         "unit/data/events_test.py",
     ),
@@ -66,7 +65,7 @@ MISTAKES = [
     ),
     Mistake(
         "candidates have those of their time in their history",
-        CANDIDATES,
+        SEQUENCES,
         "    ends = np.searchsorted(of_past, of_new[first])",
         "    ends = np.searchsorted(of_past, of_new[first], 'right')",
         "unit/data/candidates_test.py",
