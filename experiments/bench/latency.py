@@ -48,6 +48,7 @@ from loka_jax.export.programs import (
     logits_function,
     make_form,
 )
+from loka_jax.export.rows import Encoding
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT, Site
 from loka_jax.predict.trained import Trained, make_untrained
 from loka_jax.train.gradients import variables_of
@@ -187,9 +188,9 @@ def _exported(
 
     yield Case("dense", batch, arm, dense_part, sites)
     own = {x: getattr(trained.state, x) for x in ("params", "fp8", "batch_stats")}
-    logits = logits_function(form.model, model.tables, trained.state)
+    logits = logits_function(form.model, trained)
     tables = jax.tree.leaves(trained.state.table)
-    blank = loader.Encoding(*inputs_as_given(trained.schema)).blank(batch)
+    blank = Encoding(*inputs_as_given(trained.schema)).blank(batch)
     whole, prepared = export_function(form, logits, own, tables, *blank)
 
     def from_ids():

@@ -339,7 +339,7 @@ def candidate_batches(
     past, new = past[np.lexsort((past["time"], past["user"]))], new[order]
     new["label"] = 0  # a number
     log, largest = make_log([past, new], apart=True), shapes[-1]
-    most = min(largest.targets, largest.rows - layout.longest + 1)
+    most = max(min(largest.targets, largest.rows - layout.longest + 1), 1)
     groups = _grouped(past, new, layout, most)
     lengths = layout.contexts + groups.counts * layout.rows_of_event + groups.sizes
     for part in _parts(groups.sizes, lengths, largest):

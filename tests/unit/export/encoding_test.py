@@ -9,7 +9,7 @@ import pytest
 from loka_jax.data import DataConfig
 from loka_jax.data.blocks import Block
 from loka_jax.data.values import Counts
-from loka_jax.export import loader
+from loka_jax.export import rows as raw
 from loka_jax.export.encoding import inputs_of
 from tests.support.predict import encoding_of
 
@@ -52,7 +52,7 @@ def test_one_value_a_field(changes):
         rows["item"] = ["3", "-9223372036854775808", None, "0x1F", "0XFFFFFFFFFFFFFFFF"]
         rows["item"] += ["18446744073709551615", "-1"]
     expected = records(plain, rows)
-    found = loader.Encoding(*inputs_of(plain)).inputs(rows)
+    found = raw.Encoding(*inputs_of(plain)).inputs(rows)
     assert np.array_equal(found.dense, expected["dense"])
     assert np.array_equal(found.ids, expected["ids"])
     assert len(np.unique(found.ids)) > 3
@@ -65,7 +65,7 @@ def test_lists(weights):
     )
     plain = encoding_of(config, slots=(3, 2))
     expected, rows = records(plain, ROWS | LISTS), ROWS | LISTS
-    found = loader.Encoding(*inputs_of(plain)).inputs(rows)
+    found = raw.Encoding(*inputs_of(plain)).inputs(rows)
     for bag, (ids, own) in enumerate(found.bags):
         assert np.array_equal(ids, expected[f"bag_{bag}"])
         if (name := f"bag_weights_{bag}") in expected.dtype.names:
@@ -89,13 +89,13 @@ def test_a_bad_value_is_named(column, value, changes, said):
     rows = {"price": [1, 2], "age": [1, 2], "user": ["u1", "u1"], "item": [3, 3]}
     rows[column] = [rows[column][0], value]
     with pytest.raises(ValueError, match=said):
-        loader.Encoding(*spec).inputs(rows)
+        raw.Encoding(*spec).inputs(rows)
 
 
 def test_columns_and_weights_must_be_there_and_equally_long():
     def refused(config, rows, said, **options):
         with pytest.raises(ValueError, match=said):
-            loader.Encoding(*inputs_of(encoding_of(config, **options))).inputs(rows)
+            raw.Encoding(*inputs_of(encoding_of(config, **options))).inputs(rows)
 
     rows = {name: values[:1] for name, values in ROWS.items()}
     refused(CONFIG, {"price": [1], "age": [1], "item": [3]}, "is no column 'user'")

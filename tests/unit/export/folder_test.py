@@ -38,8 +38,10 @@ def asked(batch_size=128, encoding=None, **options):
         seen = SimpleNamespace(**found)
         meta = {"encoding": encoding, "plan": "saved"}
         seen.open_run.return_value.saved.meta = meta
-        seen.open_run.return_value.config.data.is_log = False
-        seen.read_trained.return_value.config.loop.batch_size = batch_size
+        data, loop = SimpleNamespace(is_log=False), SimpleNamespace()
+        loop.batch_size = batch_size
+        for run in (seen.open_run.return_value, seen.read_trained.return_value):
+            run.config = SimpleNamespace(data=data, loop=loop)
         seen.plan_of.side_effect = lambda plan, *_: plan
         seen.write_model.side_effect = lambda _, __, forms, *___: [*forms]
         export_run("run", "model", **options)
@@ -136,5 +138,5 @@ def test_a_damaged_folder_is_refused(exported, tmp_path):
     del value["digest"]
     value |= {"format": 1, "digest": loader.digest_of(value | {"format": 1})}
     (copy / "model.json").write_text(json.dumps(value))
-    with pytest.raises(ValueError, match="has format 1, and this loader reads 2: use"):
+    with pytest.raises(ValueError, match="has format 1, and this loader reads 3: use"):
         loader.load(copy)
