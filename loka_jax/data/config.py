@@ -82,6 +82,9 @@ class DataConfig:
         user: column of users: rows are events, and an example is one of them with the
             earlier events of its user by `time`, those of the other splits included
             (`table`).
+        lists: "COLUMN=LIST" names, for each column of events and for `time`, the column
+            with the list of its values in the events before, which are a row's history
+            in place of those of a `user`. Labels and actions may have one (`table`).
         context: fields of a sample, as of its user, beside `categorical`, which are
             those of events (`user`).
         actions: fields of events that are known once they have happened, as the labels
@@ -138,6 +141,7 @@ class DataConfig:
     valid_fraction: float = 0.1
     time: str | None = None
     user: str | None = None
+    lists: tuple[str, ...] = ()
     context: tuple[str, ...] = ()
     actions: tuple[str, ...] = ()
     history: int = 256
@@ -230,6 +234,8 @@ class DataConfig:
                 if getattr(self, name):
                     raise ValueError(f"{option} is of event logs: name --data.user.")
             return
+        if self.lists:
+            self._check_lists()
         if self.kind == "table" and self.time is None:
             raise ValueError(
                 "--data.user makes the rows events, which need an order: name a column "
@@ -246,6 +252,24 @@ class DataConfig:
                 "set --data.targets last."
             )
 
+    def _check_lists(self):
+        """Raises ValueError if `lists` are not those of events."""
+        events = (*self.categorical, self.time)
+        if lacking := [name for name in events if name not in self.lists_of]:
+            raise ValueError(
+                f"--data.lists has no list of {lacking[0] or 'times'!r}: name one for "
+                "each column of --data.categorical and for --data.time."
+            )
+        if self.user is not None or self.targets == "all":
+            raise ValueError(
+                "--data.lists give each row a history and an example: leave out "
+                "--data.user, and set --data.targets last."
+            )
+        if HISTORY in columns_of(self).fields:
+            raise ValueError(
+                f"Column {HISTORY!r} has a name that --data.lists need: rename it."
+            )
+
     @property
     def is_generated(self) -> bool:
         """Whether nothing is read from files."""
@@ -254,7 +278,16 @@ class DataConfig:
     @property
     def is_log(self) -> bool:
         """Whether rows are events with a history."""
-        return self.kind == "events" or self.user is not None
+        return self.kind == "events" or self.user is not None or bool(self.lists)
+
+    @property
+    def lists_of(self) -> dict[str, str]:
+        """The columns with lists of the events before, by the columns of events."""
+        if not self.lists:
+            return {}
+        columns = columns_of(self)
+        names = (*self.categorical, *self.actions, *columns.labels, self.time or "")
+        return pairs("--data.lists", self.lists, names)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -317,8 +350,9 @@ class DataConfig:
 # Options that name columns, beside `dense` and `categorical`.
 _TABLE_ONLY = (
     *("time", "weight", "multi", "labels", "hash_sizes", "hashed", "share", "user"),
-    *("context", "actions"),
+    *("context", "actions", "lists"),
 )
+HISTORY = "history"  # the column of examples with lists that tells them from events
 MAX_ROWS = 2**31 - 1  # ids are int32
 MAX_EXAMPLES = 2**31 - 1
 _RANGES = (
@@ -340,7 +374,8 @@ _RANGES = (
 # They decide how a row is encoded, whatever the other rows are.
 ENCODING_SETTINGS = tuple(
     "label labels dense categorical multi multi_weights separator encoding "
-    "hash_buckets hash_sizes hashed share bad transform user context actions".split()
+    "hash_buckets hash_sizes hashed share bad transform user lists context "
+    "actions".split()
 )
 SETTINGS = ENCODING_SETTINGS + tuple(
     "max_values min_count reserve_rows weight keep_negatives valid_fraction time "
@@ -368,7 +403,7 @@ def columns_of(config: DataConfig) -> Columns:
         categorical=(*config.context, *config.categorical, *config.actions),
         multi=config.multi,
         further_labels=tuple(further),
-        user=config.user,
+        user=HISTORY if config.lists else config.user,
         context=config.context,
         actions=config.actions,
     )
@@ -378,7 +413,8 @@ def features_of(config: DataConfig) -> tuple[str, ...]:
     """Returns the columns that a model's inputs are made of."""
     columns = columns_of(config)
     weights = config.weights_of_multi.values()
-    return tuple(dict.fromkeys((*columns.dense, *columns.fields, *weights)))
+    names = (*columns.dense, *columns.fields, *weights, *config.lists_of.values())
+    return tuple(dict.fromkeys(names))
 
 
 def without_files(config: DataConfig) -> DataConfig:

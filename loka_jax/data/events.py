@@ -201,6 +201,7 @@ def _check(schema: Schema, log: EventLog, name: str) -> None:
                 f"of {rows} rows: convert the data again."
             )
     is_label = (log.labels == 0) | (log.labels == 1)
+    is_label |= np.isnan(log.labels) & (log.split < 0)[:, None]
     if len(schema.labels) > 1:
         is_label |= np.isnan(log.labels)
     if not (is_label.all() and np.isfinite(log.weights).all()):

@@ -24,6 +24,7 @@ from loka_jax.data import generated, planted, planted_events
 from loka_jax.data.batch import Dataset, Schema
 from loka_jax.data.config import (
     ENCODING_SETTINGS,
+    HISTORY,
     SEQUENCE_SETTINGS,
     SETTINGS,
     DataConfig,
@@ -172,7 +173,9 @@ def _event_datasets(
     name: object = "the event log",
 ) -> dict[str, EventDataset]:
     """Returns the splits of an event log, with histories of the events of all."""
-    log, layout = make_log(list(records.values())), layout_of(config, schema)
+    are_lists = schema.user == HISTORY
+    log = make_log(list(records.values()), are_lists=are_lists)
+    layout = layout_of(config, schema)
     return {
         split: EventDataset(
             *(schema, log, number, layout),

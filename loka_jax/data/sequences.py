@@ -35,7 +35,7 @@ class EventLog(NamedTuple):
         labels: NaN where one of several is missing.
         weights: of the events as examples.
         times: seconds, float64.
-        split: the number of each event's split.
+        split: the number of each event's split, -1 of one that is no example.
         row: the number of each event in the order of the files.
         first: the first event of the same user.
         before: the first event of the same user and time: those from `first` to
@@ -52,17 +52,32 @@ class EventLog(NamedTuple):
     before: np.ndarray  # [E]
 
 
-def make_log(splits: list[np.ndarray], *, apart: bool = False) -> EventLog:
+def rows_of_lists(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns which records are examples, and for each the number of its example.
+
+    In place of a user they have 1 for an example and 0 for an event of its lists.
+    """
+    is_example = records["user"] == 1
+    return is_example, np.cumsum(is_example) - is_example
+
+
+def make_log(
+    splits: list[np.ndarray], *, apart: bool = False, are_lists: bool = False
+) -> EventLog:
     """Returns the log of the records of all splits, see `record_dtype_of`.
 
     Args:
         apart: whether a split comes after another, as if users were others in each.
+        are_lists: the records are those of `rows_of_lists`.
     """
     events = np.concatenate(splits)
+    is_example = np.ones(len(events), bool)
+    if are_lists:
+        is_example, events["user"] = rows_of_lists(events)
     split = np.repeat(np.arange(len(splits)), [len(part) for part in splits])
     keys = (events["time"], events["user"]) + (split,) * apart
     order = np.lexsort(keys)  # stable
-    events, split = events[order], split[order]
+    events, split, is_example = events[order], split[order], is_example[order]
     is_new_user = np.diff(events["user"], prepend=events["user"][0] + 1) != 0
     is_new_user |= apart & (np.diff(split, prepend=0) != 0)
     is_new_time = is_new_user | (np.diff(events["time"], prepend=-np.inf) != 0)
@@ -72,7 +87,7 @@ def make_log(splits: list[np.ndarray], *, apart: bool = False) -> EventLog:
         labels=events["label"].reshape(len(events), -1),
         weights=events["weight"] if has_weights else np.ones(len(events), np.float32),
         times=np.ascontiguousarray(events["time"]),
-        split=split.astype(np.int8),
+        split=np.where(is_example, split, -1).astype(np.int8),
         row=order,
         first=_start_of_run(is_new_user),
         before=_start_of_run(is_new_time),

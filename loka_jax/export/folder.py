@@ -126,6 +126,12 @@ def _inputs_of(source: SourceRun) -> tuple[Schema, Spec]:
     else:
         schema = schema_of_events(data) if data.is_log else schema_of(data)
     layout = layout_of(data, schema) if data.is_log else None
+    if data.lists and not {*schema.labels} <= {*data.lists_of}:
+        raise ValueError(
+            f"{source.workdir} is a run on lists without labels, and an exported model "
+            "tells events from candidates by their labels: score files with "
+            "experiments/predict.py."
+        )
     if encoding is None:
         return schema, inputs_as_given(schema, layout)
     return schema, inputs_of(encoding, layout)

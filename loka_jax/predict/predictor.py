@@ -32,6 +32,7 @@ from loka_jax.data.sequences import (
     are_candidates,
     candidate_batches,
     ladder,
+    rows_of_lists,
 )
 from loka_jax.data.values import Counts
 from loka_jax.dispatch.plan import DispatchPlan
@@ -73,9 +74,11 @@ class Predictor:
         Of an event log these are also user, time and labels, some of which are empty.
         """
         config, schema = self.encoding.config, self.encoding.schema
-        if config.user is None or config.time is None:
-            return features_of(config)
-        names = (*features_of(config), config.user, config.time, *schema.labels)
+        names = features_of(config)
+        if config.time is not None and config.is_log:
+            names = (*names, config.time)
+        if config.user is not None:
+            names = (*names, config.user, *schema.labels)
         return tuple(dict.fromkeys(names))
 
     def scores(self, rows: Any, counts: Counts | None = None) -> np.ndarray:
@@ -156,14 +159,20 @@ class Predictor:
         self, blocks: list[Block], counts: Counts, judged: bool
     ) -> Iterator[tuple[pa.Table, np.ndarray]]:
         """Yields the rows of an event log without a label, or those with one."""
-        schema, config = self.encoding.schema, self.config
+        schema = self.encoding.schema
         records = self.encoding.records(
             blocks, counts, labels="some", unknown_refusal=self._refusal
         )
-        has_none = are_candidates(records)
-        is_new = ~has_none if judged else has_none
+        table = pa.concat_tables([block.table for block in blocks])
         if not len(records):
             return
+        if self.encoding.config.lists:
+            is_new, records["user"] = rows_of_lists(records)
+            past, new = records[~is_new], records[is_new]
+            yield table, self._logits_of_candidates(past, new)
+            return
+        has_none = are_candidates(records)
+        is_new = ~has_none if judged else has_none
         if not is_new.any():
             what = "no row has" if judged else "all rows have"
             remedy = (
@@ -174,18 +183,19 @@ class Predictor:
                 "with a label are histories."
             )
         past, new = records[~has_none], records[is_new]
-        logits = np.zeros((is_new.sum(), len(schema.labels)), np.float32)
+        yield table.filter(pa.array(is_new)), self._logits_of_candidates(past, new)
+
+    def _logits_of_candidates(self, past: np.ndarray, new: np.ndarray) -> np.ndarray:
+        """Returns the logits of new events on the histories of past ones."""
+        schema, config = self.encoding.schema, self.config
+        logits = np.zeros((len(new), len(schema.labels)), np.float32)
         layout = layout_of(config.data, schema)
         shapes = _shapes(layout, config.loop.batch_size)
         for arrays, _, numbers in candidate_batches(past, new, layout, shapes):
             seen, batch = metrics.init(tasks=len(schema.labels)), batch_of(arrays)
             found = self._run_step(self._state, seen, batch)[1][: len(numbers)]
             logits[numbers] = np.reshape(found, (len(numbers), -1))
-        table = pa.concat_tables([block.table for block in blocks])
-        yield (
-            table.filter(pa.array(is_new)),
-            logits if len(schema.labels) > 1 else logits[:, 0],
-        )
+        return logits if len(schema.labels) > 1 else logits[:, 0]
 
     def _no_scores(self) -> np.ndarray:
         num_tasks = len(self.tasks)

@@ -36,6 +36,27 @@ MISTAKES = [
         "unit/data/events_test.py",
     ),
     Mistake(
+        "events of lists are examples",
+        SEQUENCES,
+        "        split=np.where(is_example, split, -1).astype(np.int8),\n",
+        "        split=split.astype(np.int8),\n",
+        "unit/data/unfold_test.py",
+    ),
+    Mistake(
+        "rows with lists have the histories of other rows",
+        SEQUENCES,
+        "    return is_example, np.cumsum(is_example) - is_example\n",
+        "    return is_example, np.cumsum(is_example)\n",
+        "unit/data/unfold_test.py",
+    ),
+    Mistake(
+        "events of lists have the label of their example",
+        "loka_jax/data/unfold.py",
+        "pa.array(row, mask=~is_example)",
+        "pa.array(row)",
+        "unit/data/unfold_test.py",
+    ),
+    Mistake(
         "a candidate has its answers",
         SEQUENCES,
         "    answers[rows.is_candidate | ~rows.is_event] = 0\n",

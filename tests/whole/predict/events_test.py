@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
-from pyarrow import csv
+from pyarrow import csv, parquet
 
 import loka_jax
 from loka_jax.data import DataConfig
@@ -14,6 +14,7 @@ from loka_jax.export import export_run, loader
 from loka_jax.predict import evaluate_files, score_file
 from loka_jax.train.scores import read_scores
 from tests.support import train as support
+from tests.unit.data import unfold_test as lists
 from tests.whole.train import events_test as runs
 
 USERS, EVENTS = 9, 12
@@ -193,6 +194,37 @@ def test_an_irregular_event_is_one_sentence(exported, change, said):
     events = [rows | {"click": 1}, rows | change]
     with pytest.raises(ValueError, match=said):
         exported[0].scores({name: [x[name] for x in events] for name in rows})
+
+
+def test_a_run_on_lists_scores_and_exports_like_one_on_a_log(tmp_path):
+    rows = lists.with_lists(lists.events())
+    for name, part in (("train", rows[:-6]), ("valid", rows[-6:])):
+        parquet.write_table(pa.Table.from_pylist(part), tmp_path / f"{name}.parquet")
+    data = dataclasses.replace(
+        lists.LISTS,
+        path=str(tmp_path / "train.parquet"),
+        valid=str(tmp_path / "valid.parquet"),
+        cache=str(tmp_path / "cache"),
+        encoding="vocabulary",
+    )
+    config = runs.config(tmp_path / "run", data=data, model=MODEL, eval_every=None)
+    assert support.train(config)[0] == 0
+    model = loka_jax.load(tmp_path / "run")
+    (logged,) = read_scores(tmp_path / "run").values()
+    new = pa.Table.from_pylist(rows[-6:]).drop_columns(["click", "user"])
+    expected = 1 / (1 + np.exp(-logged.logits.astype(float)))
+    np.testing.assert_allclose(model.scores(new), expected, rtol=1e-4)
+    (numbers,) = evaluate_files(model, tmp_path / "valid.parquet").overall.values()
+    assert numbers["rows"] == 6
+    export_run(tmp_path / "run", tmp_path / "model", platforms=("cpu",))
+    of_event = {name: of for of, name in lists.OF_EVENT.items()}
+    loaded = loader.load(tmp_path / "model")
+    for row, score in zip(rows[-6:], expected, strict=True):
+        size = len(row["items"])
+        columns = {name: [*row[of], row[name]] for name, of in of_event.items()}
+        columns["click"][-1] = None
+        same = {"history": [1] * (size + 1), "country": [row["country"]] * (size + 1)}
+        np.testing.assert_allclose(loaded.scores(columns | same), [score], rtol=1e-4)
 
 
 def columns_of_events(events):
