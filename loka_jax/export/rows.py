@@ -295,7 +295,7 @@ def _time(value: Any) -> float:
     if isinstance(value, np.datetime64):
         value = value.astype("datetime64[us]").item()
     if isinstance(value, str) and not _NUMBER.fullmatch(value.strip()):
-        value = datetime.fromisoformat(value) if value not in _MISSING else None
+        value = None if value in _MISSING else _date(value)
     if isinstance(value, datetime):
         since = value.replace(tzinfo=value.tzinfo or UTC) - _SINCE
         return since // timedelta(microseconds=1) * 1e-6
@@ -303,6 +303,13 @@ def _time(value: Any) -> float:
     if number is None or not np.isfinite(number):
         raise ValueError("where each row needs a time")
     return number
+
+
+def _date(text: str) -> datetime:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError("which is neither a number nor a date") from None
 
 
 def _label(value: Any) -> float:

@@ -183,7 +183,7 @@ def test_a_worker_answers_with_the_scores_of_a_requests_candidates(exported):
     [
         ({"user": None}, "row 2 column 'user' holds None, where each row needs a user"),
         ({"when": None}, "row 2 column 'when' holds None, where each row needs a time"),
-        ({"when": "soon"}, "row 2 column 'when' holds 'soon', "),
+        ({"when": "soon"}, "row 2 column 'when' holds 'soon', which is neither a num"),
         ({"click": 2}, "row 2 column 'click' holds 2, where only 0, 1 and none"),
         ({"click": 1}, "no row lacks a value in column 'click': leave it empty in"),
         ({"item": 0.5}, "row 2 column 'item' holds 0.5, which is neither text nor"),
