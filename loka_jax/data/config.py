@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from loka_jax.data.batch import MAX_SLOTS, Columns
+from loka_jax.data.event_options import HISTORY, check_events
 from loka_jax.options import pairs, require
 
 # Criteo's display advertising logs (Kaggle 2014, and the terabyte's day files) have no
@@ -205,7 +206,7 @@ class DataConfig:
                 "--data.path is not used by generated data: add --data.kind table or "
                 "--data.kind criteo."
             )
-        self._check_events()
+        check_events(self)
         if self.is_generated and self.keep_negatives < 1:
             raise ValueError(
                 "Generated data keep all rows: leave out --data.keep-negatives, or "
@@ -219,56 +220,6 @@ class DataConfig:
                     f"data of kind {self.kind} have fixed columns: leave it out, or "
                     "use --data.kind table."
                 )
-
-    def _check_events(self):
-        """Raises ValueError for an option that does not fit an event log."""
-        require(
-            self.kind != "events" or len(self.rows) == 2,
-            "--data.rows",
-            self.rows,
-            "the rows of two tables, of contexts and of items",
-        )
-        if not self.is_log:
-            for name in ("context", "actions", "interleave", "row_capacity", "stream"):
-                option = f"--data.{name.replace('_', '-')}"
-                if getattr(self, name):
-                    raise ValueError(f"{option} is of event logs: name --data.user.")
-            return
-        if self.lists:
-            self._check_lists()
-        if self.kind == "table" and self.time is None:
-            raise ValueError(
-                "--data.user makes the rows events, which need an order: name a column "
-                "of times or positions with --data.time."
-            )
-        if self.dense or self.multi or self.keep_negatives < 1:
-            raise ValueError(
-                "An event log has no --data.dense or --data.multi columns, and keeps "
-                "all rows: leave out these, and --data.keep-negatives."
-            )
-        if self.targets == "all" and (self.stream or self.row_capacity):
-            raise ValueError(
-                "--data.stream and --data.row-capacity need an example a sequence: "
-                "set --data.targets last."
-            )
-
-    def _check_lists(self):
-        """Raises ValueError if `lists` are not those of events."""
-        events = (*self.categorical, self.time)
-        if lacking := [name for name in events if name not in self.lists_of]:
-            raise ValueError(
-                f"--data.lists has no list of {lacking[0] or 'times'!r}: name one for "
-                "each column of --data.categorical and for --data.time."
-            )
-        if self.user is not None or self.targets == "all":
-            raise ValueError(
-                "--data.lists give each row a history and an example: leave out "
-                "--data.user, and set --data.targets last."
-            )
-        if HISTORY in columns_of(self).fields:
-            raise ValueError(
-                f"Column {HISTORY!r} has a name that --data.lists need: rename it."
-            )
 
     @property
     def is_generated(self) -> bool:
@@ -352,7 +303,6 @@ _TABLE_ONLY = (
     *("time", "weight", "multi", "labels", "hash_sizes", "hashed", "share", "user"),
     *("context", "actions", "lists"),
 )
-HISTORY = "history"  # the column of examples with lists that tells them from events
 MAX_ROWS = 2**31 - 1  # ids are int32
 MAX_EXAMPLES = 2**31 - 1
 _RANGES = (

@@ -163,8 +163,10 @@ class _Conversion:
         learner = Learner(self.config, self.base)
         bad_rows = BadRows(self.config.max_bad_rows)
         for _, block in self.reader.blocks(("train",), bad_rows, "reading"):
+            if self.config.lists:
+                block = unfolded(block, self.config)
             self.rows_learned += len(block.rows)
-            learner.add(unfolded(block, self.config) if self.config.lists else block)
+            learner.add(block)
             if not learner.needs_all_rows:
                 break
         return learner.result()

@@ -24,13 +24,13 @@ from loka_jax.data import generated, planted, planted_events
 from loka_jax.data.batch import Dataset, Schema
 from loka_jax.data.config import (
     ENCODING_SETTINGS,
-    HISTORY,
     SEQUENCE_SETTINGS,
     SETTINGS,
     DataConfig,
     without_files,
 )
 from loka_jax.data.convert import convert
+from loka_jax.data.event_options import HISTORY
 from loka_jax.data.events import EventDataset, layout_of
 from loka_jax.data.files import Sources, filters_of, find_sources, left_out
 from loka_jax.data.places import address_of, stamp_of

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from loka_jax.data.batch import Columns, Schema
 from loka_jax.data.blocks import Block, pc
-from loka_jax.data.config import HISTORY, DataConfig, columns_of
+from loka_jax.data.config import DataConfig, columns_of
 from loka_jax.data.encoding import (
     LARGE_FLOAT,
     NO_INTEGER,
@@ -25,6 +25,7 @@ from loka_jax.data.encoding import (
     text_form,
     user_keys,
 )
+from loka_jax.data.event_options import HISTORY
 from loka_jax.data.reader import record_dtype_of
 from loka_jax.data.unfold import unfolded
 from loka_jax.data.values import (

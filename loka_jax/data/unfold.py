@@ -8,8 +8,9 @@ import numpy as np
 import pyarrow as pa
 
 from loka_jax.data.blocks import Block
-from loka_jax.data.config import HISTORY, DataConfig, columns_of
+from loka_jax.data.config import DataConfig, columns_of
 from loka_jax.data.encoding import elements_of
+from loka_jax.data.event_options import HISTORY
 
 
 def unfolded(block: Block, config: DataConfig) -> Block:

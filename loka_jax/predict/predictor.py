@@ -191,10 +191,15 @@ class Predictor:
         logits = np.zeros((len(new), len(schema.labels)), np.float32)
         layout = layout_of(config.data, schema)
         shapes = _shapes(layout, config.loop.batch_size)
-        for arrays, _, numbers in candidate_batches(past, new, layout, shapes):
-            seen, batch = metrics.init(tasks=len(schema.labels)), batch_of(arrays)
-            found = self._run_step(self._state, seen, batch)[1][: len(numbers)]
-            logits[numbers] = np.reshape(found, (len(numbers), -1))
+
+        def launched() -> Iterator[tuple[Array, np.ndarray]]:
+            for arrays, _, numbers in candidate_batches(past, new, layout, shapes):
+                seen, batch = metrics.init(tasks=len(schema.labels)), batch_of(arrays)
+                yield self._run_step(self._state, seen, batch)[1], numbers
+
+        for found, numbers in _one_ahead(launched()):
+            own = np.asarray(found)[: len(numbers)]
+            logits[numbers] = own.reshape(len(numbers), -1)
         return logits if len(schema.labels) > 1 else logits[:, 0]
 
     def _no_scores(self) -> np.ndarray:
@@ -212,9 +217,7 @@ class Predictor:
                 seen = metrics.init(tasks=num_tasks)
                 yield self._run_step(self._state, seen, batch)[1], count
 
-        # The device computes a batch while the host makes the next one.
-        ahead: Any = itertools.pairwise(itertools.chain(launched(), [None]))
-        for (logits, count), _ in ahead:
+        for logits, count in _one_ahead(launched()):
             yield np.asarray(logits)[:count]
 
 
@@ -260,6 +263,15 @@ def _shapes(layout: Layout, batch_size: int) -> list[Shape]:
     """Returns the shapes of batches of candidates, in rising order."""
     rows = ladder(batch_size * layout.longest + MOST_CANDIDATES)
     return [Shape(count, batch_size, MOST_CANDIDATES) for count in reversed(rows)]
+
+
+def _one_ahead[T](launched: Iterable[T]) -> Iterator[T]:
+    """Yields results, each when the next has begun.
+
+    The device computes a batch while the host makes the next one.
+    """
+    ahead: Any = itertools.pairwise(itertools.chain(launched, [None]))
+    return (one for one, _ in ahead)
 
 
 def _groups(blocks: Iterable[Block]) -> Iterator[list[Block]]:
