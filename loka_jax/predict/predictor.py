@@ -46,6 +46,7 @@ from loka_jax.train.state import TrainState
 from loka_jax.train.step import compiled_eval_step, past_first_steps
 
 _GROUP_BYTES = 1 << 28  # of raw rows that are encoded together
+MEANT = "is meant by --data.where"  # a column of blocks of an event log
 _REFUSAL = (
     "which is not in the run's vocabulary, and the run has --data.bad strict: correct "
     "it."
@@ -158,14 +159,17 @@ class Predictor:
     def _candidates(
         self, blocks: list[Block], counts: Counts, judged: bool
     ) -> Iterator[tuple[pa.Table, np.ndarray]]:
-        """Yields the rows of an event log without a label, or those with one."""
+        """Yields the rows of an event log without a label, or those with one.
+
+        Of a table with a column `MEANT` those that are meant, on the histories of all.
+        """
         schema = self.encoding.schema
         records = self.encoding.records(
             blocks, counts, labels="some", unknown_refusal=self._refusal
         )
-        table = pa.concat_tables([block.table for block in blocks])
         if not len(records):
             return
+        table = pa.concat_tables([block.table for block in blocks])
         if self.encoding.config.lists:
             is_new, records["user"] = rows_of_lists(records)
             past, new = records[~is_new], records[is_new]
@@ -173,8 +177,10 @@ class Predictor:
             return
         has_none = are_candidates(records)
         is_new = ~has_none if judged else has_none
+        if MEANT in table.column_names:
+            is_new = is_new & np.asarray(table.column(MEANT))
         if not is_new.any():
-            what = "no row has" if judged else "all rows have"
+            what = "no row meant has" if judged else "all rows meant have"
             remedy = (
                 "write labels" if judged else "leave it empty in those to be scored"
             )

@@ -36,6 +36,13 @@ MISTAKES = [
         "unit/data/events_test.py",
     ),
     Mistake(
+        "rows that are not judged are in no history",
+        "loka_jax/predict/files.py",
+        "            if config.user is None:\n",
+        "            if mask.any():\n",
+        "whole/predict/events_test.py",
+    ),
+    Mistake(
         "events of lists are examples",
         SEQUENCES,
         "        split=np.where(is_example, split, -1).astype(np.int8),\n",

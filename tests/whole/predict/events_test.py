@@ -111,11 +111,24 @@ def test_a_file_of_events_has_the_scores_of_its_candidates(trained, tmp_path):
     found = csv.read_csv(out)
     assert found["user"].to_pylist() == [f"u{u}" for u in range(USERS)]
     np.testing.assert_allclose(found["score"], model.scores(rows), rtol=1e-6)
+    few = tmp_path / "few.csv"  # of which the others are histories
+    where = f"when={last[0][1]} and user!=u0"
+    done = score_file(model, tmp_path / "log.csv", few, keys=("user",), where=where)
+    assert csv.read_csv(few)["user"].to_pylist() == [f"u{u}" for u in range(1, USERS)]
+    np.testing.assert_allclose(
+        csv.read_csv(few)["score"], found["score"][1:], rtol=1e-5
+    )
     csv.write_csv(pa.table(table(past, [])), tmp_path / "all.csv")
     with pytest.raises(ValueError, match="leave it empty in those to be scored"):
         score_file(model, tmp_path / "all.csv", tmp_path / "none.csv")
-    (numbers,) = evaluate_files(model, tmp_path / "all.csv").overall.values()
+    judged = evaluate_files(model, tmp_path / "all.csv", by=("when",))
+    (numbers,) = judged.overall.values()
     assert numbers["rows"] == len(past) and 0.5 < numbers["ne"] < 2
+    late = past[-1][1]
+    part = evaluate_files(model, tmp_path / "all.csv", where=f"when={late}").overall
+    assert part["click"]["rows"] == USERS
+    loss = judged.groups[str(late)]["click"]["logloss"]
+    assert part["click"]["logloss"] == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
