@@ -22,6 +22,7 @@ import numpy as np
 
 from loka_jax import jsonfile
 from loka_jax.data import Schema, sequences
+from loka_jax.data.config import columns_of
 from loka_jax.data.events import layout_of
 from loka_jax.data.generated import schema_of
 from loka_jax.data.planted_events import schema_of_events
@@ -126,7 +127,7 @@ def _inputs_of(source: SourceRun) -> tuple[Schema, Spec]:
     else:
         schema = schema_of_events(data) if data.is_log else schema_of(data)
     layout = layout_of(data, schema) if data.is_log else None
-    if data.lists and not {*schema.labels} <= {*data.lists_of}:
+    if data.lists and not {*columns_of(data).labels} <= {*data.lists_of}:
         raise ValueError(
             f"{source.workdir} is a run on lists without labels, and an exported model "
             "tells events from candidates by their labels: score files with "
