@@ -15,9 +15,6 @@ import os
 import socket
 import sys
 
-import jax
-import numpy as np
-
 from loka_jax.server import supervise
 
 
@@ -38,10 +35,7 @@ class Scorer:
         return self.model.encoding.inputs(columns)
 
     def run(self, batch):
-        parts = jax.tree.map(lambda *x: np.concatenate(x), *batch)
-        scores = self.model.probabilities(parts)
-        ends = np.cumsum([len(inputs.dense) for inputs in batch])
-        return [part.tolist() for part in np.split(scores, ends[:-1])]
+        return [scores.tolist() for scores in self.model.together(batch)]
 
 
 def main(argv=None):

@@ -4,8 +4,9 @@
         --out scores.parquet --data.keys user item
 
 Writes the key columns and `score`, the click probability, for every row in its order.
-Labels are not needed. An error that the user can mend ends with one sentence and exit
-code 2, and leaves no file.
+Labels are not needed. Of an event log the rows without a label are scored, on the
+earlier events of their users. An error that the user can mend ends with one sentence
+and exit code 2, and leaves no file.
 """
 
 import dataclasses

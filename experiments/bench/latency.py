@@ -48,6 +48,7 @@ from loka_jax.export.programs import (
     logits_function,
     make_form,
 )
+from loka_jax.export.rows import Encoding
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT, Site
 from loka_jax.predict.trained import Trained, make_untrained
 from loka_jax.train.gradients import variables_of
@@ -99,7 +100,8 @@ def main(arguments: Arguments) -> None:
         for batch in results.in_time(arguments.batches, result, arguments):
             for case, call in _prepared(list(_cases(trained, arguments.arms, batch))):
                 row = {"kind": case.kind, "batch": case.batch, "arm": case.arm}
-                rows.append(row | _timed(case, call))
+                sites = {"sites": case.sites} if case.sites else {}
+                rows.append(row | percentiles(call) | sites)
                 print(f"{name}: {_line(rows[-1])}", flush=True)
 
 
@@ -140,7 +142,7 @@ def _cases(trained: Trained, arms: tuple[str, ...], batch: int) -> Iterator[Case
 
 
 def _by_xla(trained: Trained, arm: str, batch: int) -> Iterator[Case]:
-    form = make_form(trained, _platform(), batch, DispatchPlan())
+    form = make_form(trained, platform(), batch, DispatchPlan())
     model = dataclasses.replace(form.model.by_xla(), scales_initialized=False)
     form = form._replace(model=model)
     yield from _exported(trained, form, arm, {}, None)
@@ -165,7 +167,7 @@ def _ours(
         roles=("fwd",),
         errors=errors_of(sites),
     )
-    form = make_form(trained, _platform(), batch, plan)
+    form = make_form(trained, platform(), batch, plan)
     yield from _exported(trained, form, arm, form.runs, loader.COMPILER_OPTIONS)
 
 
@@ -187,9 +189,9 @@ def _exported(
 
     yield Case("dense", batch, arm, dense_part, sites)
     own = {x: getattr(trained.state, x) for x in ("params", "fp8", "batch_stats")}
-    logits = logits_function(form.model, model.tables, trained.state)
+    logits = logits_function(form.model, trained)
     tables = jax.tree.leaves(trained.state.table)
-    blank = loader.Encoding(*inputs_as_given(trained.schema)).blank(batch)
+    blank = Encoding(*inputs_as_given(trained.schema)).blank(batch)
     whole, prepared = export_function(form, logits, own, tables, *blank)
 
     def from_ids():
@@ -209,8 +211,8 @@ def _prepared(cases: list[Case]) -> Iterator[tuple[Case, Callable[[], Any]]]:
     yield from zip(cases, calls, strict=True)
 
 
-def _timed(case: Case, call: Callable[[], Any]) -> dict[str, Any]:
-    """Returns percentiles of a case's calls."""
+def percentiles(call: Callable[[], Any]) -> dict[str, Any]:
+    """Returns percentiles of the time of a call."""
     for _ in range(20):
         call()
     times, start = [], time.perf_counter()
@@ -219,11 +221,11 @@ def _timed(case: Case, call: Callable[[], Any]) -> dict[str, Any]:
         call()
         times.append(time.perf_counter() - before)
     p50, p99 = 1e6 * np.percentile(times, (50, 99))
-    row = {"calls": len(times), "p50_us": float(p50), "p99_us": float(p99)}
-    return row | ({"sites": case.sites} if case.sites else {})
+    return {"calls": len(times), "p50_us": float(p50), "p99_us": float(p99)}
 
 
-def _platform() -> Platform:
+def platform() -> Platform:
+    """Returns the platform of JAX's default device."""
     return "cuda" if jax.default_backend() == "gpu" else "cpu"
 
 

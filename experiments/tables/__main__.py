@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import sys
+from collections.abc import Iterator
 
 from experiments.tables import cells, picture
 from experiments.tables.results import TABLES
@@ -46,10 +47,24 @@ def _text(table: cells.Table, folder: pathlib.Path) -> str:
 
 def _origin(file: str, folder: pathlib.Path) -> str:
     path, commits = cells.path_of(file), cells.load("commits")
-    commit = cells.load(file).get("commit") or commits.get(path.name)
-    of = f"commit {commit.partition('-')[0][:7]}" if len(commit or "") >= 40 else commit
+    data = cells.load(file)
+    each = [data.get("commit") or commits.get(path.name), *_own_commits(data)]
+    of = " and ".join(dict.fromkeys(_commit(x) for x in each if x))
     link = f"[{path.name}]({os.path.relpath(path, folder)})"
     return f"{link}: {cells.device(file)}" + (f", {of}" if of else ", shipped")
+
+
+def _own_commits(data: dict) -> Iterator[str]:
+    """Yields the commits of cases that were measured at another one than the rest."""
+    for name in ("runs", "models"):
+        cases = data.get(name, ())
+        for case in cases.values() if isinstance(cases, dict) else cases:
+            if isinstance(case, dict) and "measured_at" in case:
+                yield case["measured_at"]
+
+
+def _commit(name: str) -> str:
+    return f"commit {name.partition('-')[0][:7]}" if len(name) >= 40 else name
 
 
 def update(check: bool) -> list[str]:

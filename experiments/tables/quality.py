@@ -10,6 +10,7 @@ from experiments.tables.cells import (
     pair,
     percent,
     spread,
+    times,
 )
 
 _LAYER, _BLOCK = "bf16 --norm layer --activation", "bf16 --norm block --activation"
@@ -123,6 +124,17 @@ QUALITY = {
             "models.{0}.us.{1} default.us",
             "no option over as written",
         ),
+    ),
+    "adopted": Table(
+        file="adopt_h200",
+        first="training step, us",
+        rows="DLRM-DCNv2, 8,192 = recml; five layers, 5,120 = five 5120",
+        columns={
+            "converted, bf16": number("models.{0}.bf16_us"),
+            "after `adopt`": number("models.{0}.step_us"),
+            "gain": times("models.{0}.bf16_us", "models.{0}.step_us"),
+            "seconds of `adopt`": number("models.{0}.seconds"),
+        },
     ),
     "converted": Table(
         file="converted_cpu",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from loka_jax.data.batch import MAX_SLOTS, Columns
+from loka_jax.data.event_options import HISTORY, check_events
 from loka_jax.options import pairs, require
 
 # Criteo's display advertising logs (Kaggle 2014, and the terabyte's day files) have no
@@ -82,6 +83,9 @@ class DataConfig:
         user: column of users: rows are events, and an example is one of them with the
             earlier events of its user by `time`, those of the other splits included
             (`table`).
+        lists: "COLUMN=LIST" names, for each column of events and for `time`, the column
+            with the list of its values in the events before, which are a row's history
+            in place of those of a `user`. Labels and actions may have one (`table`).
         context: fields of a sample, as of its user, beside `categorical`, which are
             those of events (`user`).
         actions: fields of events that are known once they have happened, as the labels
@@ -138,6 +142,7 @@ class DataConfig:
     valid_fraction: float = 0.1
     time: str | None = None
     user: str | None = None
+    lists: tuple[str, ...] = ()
     context: tuple[str, ...] = ()
     actions: tuple[str, ...] = ()
     history: int = 256
@@ -201,7 +206,7 @@ class DataConfig:
                 "--data.path is not used by generated data: add --data.kind table or "
                 "--data.kind criteo."
             )
-        self._check_events()
+        check_events(self)
         if self.is_generated and self.keep_negatives < 1:
             raise ValueError(
                 "Generated data keep all rows: leave out --data.keep-negatives, or "
@@ -216,36 +221,6 @@ class DataConfig:
                     "use --data.kind table."
                 )
 
-    def _check_events(self):
-        """Raises ValueError for an option that does not fit an event log."""
-        require(
-            self.kind != "events" or len(self.rows) == 2,
-            "--data.rows",
-            self.rows,
-            "the rows of two tables, of contexts and of items",
-        )
-        if not self.is_log:
-            for name in ("context", "actions", "interleave", "row_capacity", "stream"):
-                option = f"--data.{name.replace('_', '-')}"
-                if getattr(self, name):
-                    raise ValueError(f"{option} is of event logs: name --data.user.")
-            return
-        if self.kind == "table" and self.time is None:
-            raise ValueError(
-                "--data.user makes the rows events, which need an order: name a column "
-                "of times or positions with --data.time."
-            )
-        if self.dense or self.multi or self.keep_negatives < 1:
-            raise ValueError(
-                "An event log has no --data.dense or --data.multi columns, and keeps "
-                "all rows: leave out these, and --data.keep-negatives."
-            )
-        if self.targets == "all" and (self.stream or self.row_capacity):
-            raise ValueError(
-                "--data.stream and --data.row-capacity need an example a sequence: "
-                "set --data.targets last."
-            )
-
     @property
     def is_generated(self) -> bool:
         """Whether nothing is read from files."""
@@ -254,7 +229,16 @@ class DataConfig:
     @property
     def is_log(self) -> bool:
         """Whether rows are events with a history."""
-        return self.kind == "events" or self.user is not None
+        return self.kind == "events" or self.user is not None or bool(self.lists)
+
+    @property
+    def lists_of(self) -> dict[str, str]:
+        """The columns with lists of the events before, by the columns of events."""
+        if not self.lists:
+            return {}
+        columns = columns_of(self)
+        names = (*self.categorical, *self.actions, *columns.labels, self.time or "")
+        return pairs("--data.lists", self.lists, names)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -317,7 +301,7 @@ class DataConfig:
 # Options that name columns, beside `dense` and `categorical`.
 _TABLE_ONLY = (
     *("time", "weight", "multi", "labels", "hash_sizes", "hashed", "share", "user"),
-    *("context", "actions"),
+    *("context", "actions", "lists"),
 )
 MAX_ROWS = 2**31 - 1  # ids are int32
 MAX_EXAMPLES = 2**31 - 1
@@ -340,7 +324,8 @@ _RANGES = (
 # They decide how a row is encoded, whatever the other rows are.
 ENCODING_SETTINGS = tuple(
     "label labels dense categorical multi multi_weights separator encoding "
-    "hash_buckets hash_sizes hashed share bad transform user context actions".split()
+    "hash_buckets hash_sizes hashed share bad transform user lists context "
+    "actions".split()
 )
 SETTINGS = ENCODING_SETTINGS + tuple(
     "max_values min_count reserve_rows weight keep_negatives valid_fraction time "
@@ -368,7 +353,7 @@ def columns_of(config: DataConfig) -> Columns:
         categorical=(*config.context, *config.categorical, *config.actions),
         multi=config.multi,
         further_labels=tuple(further),
-        user=config.user,
+        user=HISTORY if config.lists else config.user,
         context=config.context,
         actions=config.actions,
     )
@@ -378,7 +363,8 @@ def features_of(config: DataConfig) -> tuple[str, ...]:
     """Returns the columns that a model's inputs are made of."""
     columns = columns_of(config)
     weights = config.weights_of_multi.values()
-    return tuple(dict.fromkeys((*columns.dense, *columns.fields, *weights)))
+    names = (*columns.dense, *columns.fields, *weights, *config.lists_of.values())
+    return tuple(dict.fromkeys(names))
 
 
 def without_files(config: DataConfig) -> DataConfig:

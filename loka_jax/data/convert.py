@@ -23,6 +23,7 @@ from loka_jax.data.reader import record_dtype_of
 from loka_jax.data.records import Encoding
 from loka_jax.data.shards import SPLITS, ShardWriter, check_disk, new_folder
 from loka_jax.data.split import SplitReader, names_of
+from loka_jax.data.unfold import unfolded
 from loka_jax.data.values import MAX_DENSE, Counts, is_positive
 from loka_jax.terminal import clip
 
@@ -153,6 +154,8 @@ class _Conversion:
         learner = Learner(self.config, self.base)
         bad_rows = BadRows(self.config.max_bad_rows)
         for _, block in self.reader.blocks(("train",), bad_rows, "reading"):
+            if self.config.lists:
+                block = unfolded(block, self.config)
             self.rows_learned += len(block.rows)
             learner.add(block)
             if not learner.needs_all_rows:
@@ -167,7 +170,8 @@ class _Conversion:
             negative = ~is_positive(records["label"])
             records["weight"][negative] /= self.config.keep_negatives
         writer.add_records(split, records)
-        self.splits[split].add(records)
+        is_example = records["user"] == 1 if self.config.lists else slice(None)
+        self.splits[split].add(records[is_example])
 
     def _unknown_refusal(self, split: str) -> str | None:
         """Returns why a split may not hold values without an id, or None."""

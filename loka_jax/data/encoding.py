@@ -47,12 +47,12 @@ def read_texts(
     """Returns the values of a field, and those of a multi-valued one with weights."""
     if column not in config.multi:
         return Texts(as_text(block, column))
-    elements, lengths = _elements(block, column, config.separator)
+    elements, lengths = elements_of(block, column, config.separator)
     values = as_text(elements, column)
     present = ~np.asarray(is_missing(values))
     weights = None
     if with_weights and (name := config.weights_of_multi.get(column)) is not None:
-        weighted, counts = _elements(block, name, config.separator)
+        weighted, counts = elements_of(block, name, config.separator)
         if (differ := lengths != counts).any():
             at = int(np.argmax(differ))
             raise ValueError(
@@ -70,7 +70,7 @@ def read_texts(
     )
 
 
-def _elements(
+def elements_of(
     block: Block, column: str, separator: str | None
 ) -> tuple[Block, np.ndarray]:
     """Returns the elements of all lists, each as a row, and the length of each list."""

@@ -17,45 +17,42 @@ from loka_jax.data.batch import (
     WHOLE,
     Batch,
     Dataset,
+    Events,
     Part,
     Position,
     Schema,
     examples_of,
 )
+from loka_jax.data.config import DataConfig
 from loka_jax.data.reader import key_of, permute
-from loka_jax.data.sequences import EventLog, Layout, Sequences, batch_of, rows_of
+from loka_jax.data.sequences import (
+    Arrays,
+    EventLog,
+    Layout,
+    Sequences,
+    Shape,
+    arrays_of,
+    rows_of,
+)
 
 
-def make_log(splits: list[np.ndarray], *, apart: bool = False) -> EventLog:
-    """Returns the log of the records of all splits, see `record_dtype_of`.
-
-    Args:
-        apart: whether a split comes after another, as if users were others in each.
-    """
-    events = np.concatenate(splits)
-    split = np.repeat(np.arange(len(splits)), [len(part) for part in splits])
-    keys = (events["time"], events["user"]) + (split,) * apart
-    order = np.lexsort(keys)  # stable
-    events, split = events[order], split[order]
-    is_new_user = np.diff(events["user"], prepend=events["user"][0] + 1) != 0
-    is_new_user |= apart & (np.diff(split, prepend=0) != 0)
-    is_new_time = is_new_user | (np.diff(events["time"], prepend=-np.inf) != 0)
-    has_weights = "weight" in (events.dtype.names or ())
-    return EventLog(
-        ids=np.ascontiguousarray(events["ids"]),
-        labels=events["label"].reshape(len(events), -1),
-        weights=events["weight"] if has_weights else np.ones(len(events), np.float32),
-        times=np.ascontiguousarray(events["time"]),
-        split=split.astype(np.int8),
-        row=order,
-        first=_start_of_run(is_new_user),
-        before=_start_of_run(is_new_time),
+def batch_of(arrays: Arrays) -> Batch:
+    """Returns a batch of an event log."""
+    samples, labels, weights, events = arrays
+    return Batch(
+        dense=np.zeros((len(samples), 0), np.float32),
+        ids=samples,
+        labels=labels if labels.shape[1] > 1 else labels[:, 0],
+        weights=weights,
+        events=Events(*events),  # pyright: ignore[reportArgumentType]
     )
 
 
-def _start_of_run(is_new: np.ndarray) -> np.ndarray:
-    """Returns the index where the run of each element begins."""
-    return np.maximum.accumulate(np.where(is_new, np.arange(len(is_new)), 0))
+def layout_of(config: DataConfig, schema: Schema) -> Layout:
+    """Returns the layout of the sequences of an event log."""
+    contexts, is_all = len(schema.context), config.targets == "all"
+    limits = config.history, contexts, config.interleave, is_all, config.row_capacity
+    return Layout(*limits, len(schema.actions))
 
 
 class EventDataset(Dataset):
@@ -151,12 +148,10 @@ class EventDataset(Dataset):
             is_target = rows.is_candidate & is_own
             is_target &= rows.event >= anchors[rows.sequence]
         capacity = min(size for size in capacities if size >= len(rows.event))
-        return batch_of(
-            *(log, self.schema, layout, sequences, rows),
-            targets=np.flatnonzero(is_target),
-            capacity=capacity,
-            num_targets=layout.targets(batch_size, capacity),
-        )
+        shape = Shape(capacity, batch_size, layout.targets(batch_size, capacity))
+        targets = np.flatnonzero(is_target)
+        arrays = arrays_of(log, layout, sequences, rows, targets=targets, shape=shape)
+        return batch_of(arrays)
 
 
 def _windows(log: EventLog, own: np.ndarray, history: int):
@@ -206,6 +201,7 @@ def _check(schema: Schema, log: EventLog, name: str) -> None:
                 f"of {rows} rows: convert the data again."
             )
     is_label = (log.labels == 0) | (log.labels == 1)
+    is_label |= np.isnan(log.labels) & (log.split < 0)[:, None]
     if len(schema.labels) > 1:
         is_label |= np.isnan(log.labels)
     if not (is_label.all() and np.isfinite(log.weights).all()):

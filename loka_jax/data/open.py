@@ -30,12 +30,13 @@ from loka_jax.data.config import (
     without_files,
 )
 from loka_jax.data.convert import convert
-from loka_jax.data.events import EventDataset, make_log
+from loka_jax.data.event_options import HISTORY
+from loka_jax.data.events import EventDataset, layout_of
 from loka_jax.data.files import Sources, filters_of, find_sources, left_out
 from loka_jax.data.places import address_of, stamp_of
 from loka_jax.data.reader import ShardDataset
 from loka_jax.data.saved_encoding import digest_of, load_encoding
-from loka_jax.data.sequences import layout_of
+from loka_jax.data.sequences import make_log
 from loka_jax.data.shards import SPLITS, ShardFolder, is_shard_folder, open_shards
 
 _READING = 2  # raised where the same files give other rows or ids
@@ -171,7 +172,9 @@ def _event_datasets(
     name: object = "the event log",
 ) -> dict[str, EventDataset]:
     """Returns the splits of an event log, with histories of the events of all."""
-    log, layout = make_log(list(records.values())), layout_of(config, schema)
+    are_lists = schema.user == HISTORY
+    log = make_log(list(records.values()), are_lists=are_lists)
+    layout = layout_of(config, schema)
     return {
         split: EventDataset(
             *(schema, log, number, layout),

@@ -25,7 +25,9 @@ from loka_jax.data.encoding import (
     text_form,
     user_keys,
 )
+from loka_jax.data.event_options import HISTORY
 from loka_jax.data.reader import record_dtype_of
+from loka_jax.data.unfold import unfolded
 from loka_jax.data.values import (
     Counts,
     Standardizer,
@@ -98,6 +100,10 @@ class Encoding:
             ValueError: with file, row and column of a value that is refused.
         """
         columns, config = self.columns, self.config
+        if config.lists:
+            for block in blocks if labels == "all" else ():
+                parse_labels(block, columns.labels)  # those of examples
+            blocks = [unfolded(block, config) for block in blocks]
         records = np.zeros(
             sum(len(b.rows) for b in blocks), record_dtype_of(self.schema)
         )
@@ -107,12 +113,16 @@ class Encoding:
         for block in blocks:
             rows = records[start : start + len(block.rows)]
             if labels != "none":
-                may_lack = labels == "some"
+                may_lack = labels == "some" or bool(config.lists)
                 rows["label"] = parse_labels(block, columns.labels, may_lack=may_lack)
             if labels == "all" and config.weight is not None:
                 rows["weight"] = parse_weights(block, config.weight)
-            if config.user is not None and config.time is not None:
-                rows["user"] = user_keys(block, config.user)
+            if columns.user is not None and config.time is not None:
+                rows["user"] = (
+                    np.asarray(block.column(HISTORY))
+                    if config.lists
+                    else user_keys(block, columns.user)
+                )
                 times, is_date = parse_times(block, config.time)
                 rows["time"] = times * (1e-6 if is_date else 1.0)
             dense = clean_dense(block, config, columns.dense, counts)

@@ -33,6 +33,8 @@ def digest_of(folder: ShardFolder) -> str:
     names = ("kind", *ENCODING_SETTINGS)
     schema = dataclasses.asdict(folder.schema)
     settings = {name: getattr(manifest.config, name) for name in names}
+    if not settings["lists"]:  # as it was before there were any
+        del settings["lists"]
     if folder.schema.user is None:  # as it was before there were event logs
         for name in ("user", "context", "actions"):
             del schema[name], settings[name]

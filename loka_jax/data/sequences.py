@@ -4,19 +4,25 @@ A batch is jagged: the rows of its sequences one after another, C of them. C is 
 ladder of capacities, the smallest that holds the batch, so that few shapes are
 compiled.
 
-E is the number of events, B that of sequences in a batch, P of fields of a sample, R of
-rows that are no padding, N of labels.
+Candidates are events to be scored. The history of one are the strictly earlier events
+of its user that are known. Candidates of one user and time have one history, and are
+rows of one sequence, which do not see each other: many are scored for little more than
+one.
+
+Exported models have a copy of this file, which imports NumPy alone, so that they make
+the same batches.
+
+E is the number of events, B that of sequences, P of fields of a sample, R of rows that
+are no padding, N of labels.
 """
 
 import functools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
 
-from loka_jax.data.batch import Batch, Events, Schema
-from loka_jax.data.config import DataConfig
-
+MOST_CANDIDATES = 512  # of a batch
 _STEP = 1.25  # from one capacity to the next: an eighth of the rows is padding
 _MULTIPLE = 128  # of a capacity
 
@@ -29,21 +35,68 @@ class EventLog(NamedTuple):
         labels: NaN where one of several is missing.
         weights: of the events as examples.
         times: seconds, float64.
-        split: the number of each event's split.
+        split: the number of each event's split, -1 of one that is no example.
         row: the number of each event in the order of the files.
         first: the first event of the same user.
         before: the first event of the same user and time: those from `first` to
             `before` are strictly earlier.
     """
 
-    ids: Int[np.ndarray, "E F"]
-    labels: Float[np.ndarray, "E T"]
-    weights: Float[np.ndarray, "E"]
-    times: Float[np.ndarray, "E"]
-    split: Int[np.ndarray, "E"]
-    row: Int[np.ndarray, "E"]
-    first: Int[np.ndarray, "E"]
-    before: Int[np.ndarray, "E"]
+    ids: np.ndarray  # [E, F]
+    labels: np.ndarray  # [E, T]
+    weights: np.ndarray  # [E]
+    times: np.ndarray  # [E]
+    split: np.ndarray  # [E]
+    row: np.ndarray  # [E]
+    first: np.ndarray  # [E]
+    before: np.ndarray  # [E]
+
+
+def rows_of_lists(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns which records are examples, and for each the number of its example.
+
+    In place of a user they have 1 for an example and 0 for an event of its lists.
+    """
+    is_example = records["user"] == 1
+    return is_example, np.cumsum(is_example) - is_example
+
+
+def make_log(
+    splits: list[np.ndarray], *, apart: bool = False, are_lists: bool = False
+) -> EventLog:
+    """Returns the log of the records of all splits, see `record_dtype_of`.
+
+    Args:
+        apart: whether a split comes after another, as if users were others in each.
+        are_lists: the records are those of `rows_of_lists`.
+    """
+    events = np.concatenate(splits)
+    is_example = np.ones(len(events), bool)
+    if are_lists:
+        is_example, events["user"] = rows_of_lists(events)
+    split = np.repeat(np.arange(len(splits)), [len(part) for part in splits])
+    keys = (events["time"], events["user"]) + (split,) * apart
+    order = np.lexsort(keys)  # stable
+    events, split, is_example = events[order], split[order], is_example[order]
+    is_new_user = np.diff(events["user"], prepend=events["user"][0] + 1) != 0
+    is_new_user |= apart & (np.diff(split, prepend=0) != 0)
+    is_new_time = is_new_user | (np.diff(events["time"], prepend=-np.inf) != 0)
+    has_weights = "weight" in (events.dtype.names or ())
+    return EventLog(
+        ids=np.ascontiguousarray(events["ids"]),
+        labels=events["label"].reshape(len(events), -1),
+        weights=events["weight"] if has_weights else np.ones(len(events), np.float32),
+        times=np.ascontiguousarray(events["time"]),
+        split=np.where(is_example, split, -1).astype(np.int8),
+        row=order,
+        first=_start_of_run(is_new_user),
+        before=_start_of_run(is_new_time),
+    )
+
+
+def _start_of_run(is_new: np.ndarray) -> np.ndarray:
+    """Returns the index where the run of each element begins."""
+    return np.maximum.accumulate(np.where(is_new, np.arange(len(is_new)), 0))
 
 
 class Layout(NamedTuple):
@@ -55,6 +108,7 @@ class Layout(NamedTuple):
         is_interleaved: an event is two rows, without and with its answers.
         is_all: each event is a target; else a candidate follows the events.
         limit: the most rows of a batch; None for no limit.
+        actions: the last fields of an event, which a candidate lacks.
     """
 
     history: int
@@ -62,6 +116,7 @@ class Layout(NamedTuple):
     is_interleaved: bool
     is_all: bool
     limit: int | None
+    actions: int = 0
 
     @property
     def rows_of_event(self) -> int:
@@ -96,11 +151,17 @@ def _multiple(size: int) -> int:
     return -(-size // _MULTIPLE) * _MULTIPLE
 
 
-def layout_of(config: DataConfig, schema: Schema) -> Layout:
-    """Returns the layout of the sequences of an event log."""
-    contexts, is_all = len(schema.context), config.targets == "all"
-    limits = config.history, contexts, config.interleave, is_all, config.row_capacity
-    return Layout(*limits)
+class Shape(NamedTuple):
+    """The rows, sequences and labels of a batch, with padding."""
+
+    rows: int
+    sequences: int
+    targets: int
+
+
+def candidate_shape(rows: int) -> Shape:
+    """Returns the shape of an exported program of so many rows."""
+    return Shape(rows, *[min(rows, MOST_CANDIDATES)] * 2)
 
 
 class Sequences(NamedTuple):
@@ -117,14 +178,14 @@ class Sequences(NamedTuple):
         num_candidates: of each sequence.
     """
 
-    anchors: Int[np.ndarray, "B"]
-    starts: Int[np.ndarray, "B"]
-    counts: Int[np.ndarray, "B"]
-    is_real: Bool[np.ndarray, "B"]
-    candidates: Int[np.ndarray, "n"] | None
-    num_candidates: Int[np.ndarray, "B"]
+    anchors: np.ndarray  # [B]
+    starts: np.ndarray  # [B]
+    counts: np.ndarray  # [B]
+    is_real: np.ndarray  # [B]
+    candidates: np.ndarray | None  # [n]
+    num_candidates: np.ndarray  # [B]
 
-    def lengths(self, layout: Layout) -> Int[np.ndarray, "B"]:
+    def lengths(self, layout: Layout) -> np.ndarray:
         """Returns the rows of each sequence."""
         fixed = np.where(self.is_real, layout.contexts, 0) + self.num_candidates
         return fixed + self.counts * layout.rows_of_event
@@ -141,13 +202,13 @@ class Rows(NamedTuple):
         offsets: of the sequences.
     """
 
-    sequence: Int[np.ndarray, "R"]
-    place: Int[np.ndarray, "R"]
-    event: Int[np.ndarray, "R"]
-    is_event: Bool[np.ndarray, "R"]
-    is_candidate: Bool[np.ndarray, "R"]
-    is_last: Bool[np.ndarray, "R"]
-    offsets: Int[np.ndarray, "B_plus_1"]
+    sequence: np.ndarray  # [R]
+    place: np.ndarray  # [R]
+    event: np.ndarray  # [R]
+    is_event: np.ndarray  # [R]
+    is_candidate: np.ndarray  # [R]
+    is_last: np.ndarray  # [R]
+    offsets: np.ndarray  # [B + 1]
 
 
 def rows_of(sequences: Sequences, layout: Layout) -> Rows:
@@ -167,56 +228,68 @@ def rows_of(sequences: Sequences, layout: Layout) -> Rows:
     return Rows(sequence, place, event, is_event, is_candidate, is_last, offsets)
 
 
-def batch_of(
+class Arrays(NamedTuple):
+    """A batch.
+
+    Attributes:
+        samples: ids of the fields of each sequence's sample.
+        labels: 0 of padding.
+        weights: 0 of padding.
+        events: the arrays of `loka_jax.data.Events`, in its order.
+    """
+
+    samples: np.ndarray  # [B, P]
+    labels: np.ndarray  # [N, T]
+    weights: np.ndarray  # [N]
+    events: tuple[np.ndarray | None, ...]
+
+
+def arrays_of(
     log: EventLog,
-    schema: Schema,
     layout: Layout,
     sequences: Sequences,
     rows: Rows,
     *,
-    targets: Int[np.ndarray, "n"],
-    capacity: int,
-    num_targets: int,
-) -> Batch:
-    """Returns a batch, padded to its capacity and a number of labels.
+    targets: np.ndarray,
+    shape: Shape,
+) -> Arrays:
+    """Returns a batch, padded to its shape.
 
     Args:
         targets: rows with an event to be predicted.
     """
-    fill = functools.partial(_padded, count=capacity)
-    is_real = _padded(np.ones(len(targets), bool), num_targets, False)
-    targets = _padded(targets, num_targets, 0)
+    fill = functools.partial(_padded, count=shape.rows)
+    is_real = _padded(np.ones(len(targets), bool), shape.targets, False)
+    targets = _padded(targets, shape.targets, 0)
     at = np.append(rows.event, 0)[targets]  # an empty batch has no events
-    labels = np.where(is_real[:, None], log.labels[at], 0).astype(np.float32)
-    ids, answers = _known(log, schema, layout, rows)
+    ids, answers = _known(log, layout, rows)
     positions, ages = _places(log, layout, sequences, rows)
     # Where events are predicted in turn, no row may see a later one.
     has_contextual = layout.contexts and not layout.is_all
     contextual = np.full(len(sequences.counts), layout.contexts, np.int32)
     num_candidates = sequences.num_candidates.astype(np.int32)
-    events = Events(
-        ids=fill(ids, fill=-1),
-        answers=fill(answers, fill=0),
-        positions=fill(positions.astype(np.int32), fill=0),
-        ages=fill(np.where(rows.is_event, ages, 0).astype(np.float32), fill=0),
-        offsets=rows.offsets.astype(np.int32),
-        targets=targets.astype(np.int32),
-        contextual=contextual if has_contextual else None,
-        candidates=None if sequences.candidates is None else num_candidates,
+    events = (
+        fill(ids, fill=-1),
+        fill(answers, fill=0),
+        fill(positions.astype(np.int32), fill=0),
+        fill(np.where(rows.is_event, ages, 0).astype(np.float32), fill=0),
+        rows.offsets.astype(np.int32),
+        targets.astype(np.int32),
+        contextual if has_contextual else None,
+        None if sequences.candidates is None else num_candidates,
     )
-    return Batch(
-        dense=np.zeros((len(sequences.anchors), 0), np.float32),
-        ids=log.ids[sequences.anchors][:, : layout.contexts],
-        labels=labels if len(schema.labels) > 1 else labels[:, 0],
+    return Arrays(
+        samples=log.ids[sequences.anchors][:, : layout.contexts],
+        labels=np.where(is_real[:, None], log.labels[at], 0).astype(np.float32),
         weights=np.where(is_real, log.weights[at], 0).astype(np.float32),
         events=events,
     )
 
 
-def _known(log: EventLog, schema: Schema, layout: Layout, rows: Rows):
+def _known(log: EventLog, layout: Layout, rows: Rows):
     """Returns ids and answers of the rows: no more than is known at each."""
     ids = log.ids[rows.event][:, layout.contexts :]
-    ids[rows.is_candidate, ids.shape[1] - len(schema.actions) :] = 0
+    ids[rows.is_candidate, ids.shape[1] - layout.actions :] = 0
     ids[~rows.is_event] = -1
     labels = log.labels[rows.event]
     answers = np.where(np.isnan(labels), 0, labels + 1).astype(np.int32)
@@ -242,6 +315,104 @@ def _places(log: EventLog, layout: Layout, sequences: Sequences, rows: Rows):
     is_first = rows.is_last & (sequences.counts == 0)[of]
     ages = np.where(is_first, 0, times - log.times[before])
     return np.where(rows.is_last, first, rows.place), ages
+
+
+class _Groups(NamedTuple):
+    """Candidates with one history each.
+
+    Attributes:
+        first: the first candidate of each, in the order of user and time.
+        sizes: candidates of each.
+        starts: the first event of the history.
+        counts: events of the history.
+    """
+
+    first: np.ndarray  # [G]
+    sizes: np.ndarray  # [G]
+    starts: np.ndarray  # [G]
+    counts: np.ndarray  # [G]
+
+
+def are_candidates(records: np.ndarray) -> np.ndarray:
+    """Returns which records of an event log have no label."""
+    return np.isnan(records["label"].reshape(len(records), -1)).all(axis=1)
+
+
+def candidate_batches(
+    past: np.ndarray, new: np.ndarray, layout: Layout, shapes: Sequence[Shape]
+) -> Iterator[tuple[Arrays, Shape, np.ndarray]]:
+    """Yields batches of the candidates, and their numbers among all candidates.
+
+    Args:
+        past: the records of known events, see `record_dtype_of`.
+        new: those of the candidates, whose labels are not read. They may be known, too.
+        layout: of the sequences that the model has learned from.
+        shapes: that batches may have, in rising order; the last holds the longest
+            sequence.
+    """
+    order = np.lexsort((new["time"], new["user"]))
+    past, new = past[np.lexsort((past["time"], past["user"]))], new[order]
+    new["label"] = 0  # a number
+    log, largest = make_log([past, new], apart=True), shapes[-1]
+    most = max(min(largest.targets, largest.rows - layout.longest + 1), 1)
+    groups = _grouped(past, new, layout, most)
+    lengths = layout.contexts + groups.counts * layout.rows_of_event + groups.sizes
+    for part in _parts(groups.sizes, lengths, largest):
+        own = _Groups(*(x[part] for x in groups))
+        numbers = np.arange(own.first[0], own.first[-1] + own.sizes[-1])
+        need = Shape(int(lengths[part].sum()), len(own.first), len(numbers))
+        shape = next(shape for shape in shapes if np.less_equal(need, shape).all())
+        size = shape.sequences
+        sequences = Sequences(
+            anchors=_padded(len(past) + own.first, size, len(past)),
+            starts=_padded(own.starts, size, 0),
+            counts=_padded(own.counts, size, 0),
+            is_real=np.arange(size) < len(own.first),
+            candidates=len(past) + numbers,
+            num_candidates=_padded(own.sizes, size, 0),
+        )
+        rows = rows_of(sequences, layout)
+        targets = np.flatnonzero(rows.is_last)
+        batch = arrays_of(log, layout, sequences, rows, targets=targets, shape=shape)
+        yield batch, shape, order[numbers]
+
+
+def _grouped(past: np.ndarray, new: np.ndarray, layout: Layout, most: int) -> _Groups:
+    """Returns the groups of candidates `new`, of at most so many each.
+
+    Both are sorted by user and time.
+    """
+    _, time = np.unique(
+        np.concatenate([past["time"], new["time"]]), return_inverse=True
+    )
+    users, user = np.unique(
+        np.concatenate([past["user"], new["user"]]), return_inverse=True
+    )
+    keys = user * (time.max(initial=0) + 1) + time
+    of_past, of_new = keys[: len(past)], keys[len(past) :]
+    is_first = np.diff(of_new, prepend=-1) != 0
+    run = np.maximum.accumulate(np.where(is_first, np.arange(len(new)), 0))
+    is_first |= (np.arange(len(new)) - run) % most == 0
+    first = np.flatnonzero(is_first)
+    ends = np.searchsorted(of_past, of_new[first])  # of strictly earlier events
+    begins = np.searchsorted(user[: len(past)], user[len(past) + first])
+    # Models of windows have learned from the rows of a candidate's answers, too.
+    counts = np.minimum(ends - begins, layout.history - layout.is_all)
+    sizes = np.diff(first, append=len(new))
+    return _Groups(first, sizes, ends - counts, counts)
+
+
+def _parts(sizes: np.ndarray, lengths: np.ndarray, largest: Shape) -> Iterator[slice]:
+    """Yields the groups of each batch."""
+    start, candidates, rows = 0, 0, 0
+    for at, (size, length) in enumerate(zip(sizes, lengths, strict=True)):
+        need = Shape(rows + length, at - start + 1, candidates + size)
+        if np.greater(need, largest).any():
+            yield slice(start, at)
+            start, candidates, rows = at, 0, 0
+        candidates, rows = candidates + size, rows + length
+    if start < len(sizes):
+        yield slice(start, len(sizes))
 
 
 def _padded(values: np.ndarray, count: int, fill) -> np.ndarray:

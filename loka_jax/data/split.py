@@ -33,7 +33,7 @@ class SplitReader:
                 "There are no validation rows: name a file with --data.valid, or set "
                 "--data.valid-fraction above 0."
             )
-        if sources.valid and config.time is not None and config.user is None:
+        if sources.valid and config.time is not None and not config.is_log:
             raise ValueError(
                 f"{names_of(sources.valid)} holds the validation rows, so that none "
                 "are split off by time: leave out --data.time, or that file."

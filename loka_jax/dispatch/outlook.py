@@ -215,3 +215,14 @@ def entering(
     programs = _PROGRAMS + (not is_observed)
     costs = programs * _COMPILE_SECONDS_A_SITE * len(sites)
     return Entering((now - then) * steps / 1e6, costs)
+
+
+def steps_meanwhile(
+    sites: Sequence[Site], performance: PerformanceModel, plan: DispatchPlan
+) -> int:
+    """Returns the steps by a plan that take as long as one program's compilation.
+
+    At most: a step takes longer than its sites.
+    """
+    us = sites_us(plan, sites, performance)
+    return math.ceil(_COMPILE_SECONDS_A_SITE * len(sites) * 1e6 / us)

@@ -8,13 +8,18 @@ import pyarrow as pa
 from loka_jax.data import Schema
 from loka_jax.data.encoding import HashEncoder, VocabularyEncoder
 from loka_jax.data.records import Encoding
+from loka_jax.data.sequences import Layout
 from loka_jax.data.values import MAX_DENSE
 
 type Spec = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
-def inputs_of(encoding: Encoding) -> Spec:
-    """Returns the JSON form of an encoding, and the arrays of its vocabularies."""
+def inputs_of(encoding: Encoding, layout: Layout | None = None) -> Spec:
+    """Returns the JSON form of an encoding, and the arrays of its vocabularies.
+
+    Args:
+        layout: of the sequences of an event log.
+    """
     config, columns = encoding.config, encoding.columns
     fields, arrays = [], {}
     for column, encoder in zip(columns.fields, encoding.encoders, strict=True):
@@ -33,10 +38,11 @@ def inputs_of(encoding: Encoding) -> Spec:
     dense["transform"] = config.transform
     if encoding.standardizer is not None:
         dense |= {k: list(v) for k, v in encoding.standardizer._asdict().items()}
-    return {"bad": config.bad, "dense": dense, "fields": fields}, arrays
+    spec = {"bad": config.bad, "dense": dense, "fields": fields}
+    return spec | _log(encoding.schema, config.time, layout), arrays
 
 
-def inputs_as_given(schema: Schema) -> Spec:
+def inputs_as_given(schema: Schema, layout: Layout | None = None) -> Spec:
     """Returns the form of inputs that are given as the model reads them.
 
     Those of generated clicks: numbers, and ids.
@@ -44,7 +50,16 @@ def inputs_as_given(schema: Schema) -> Spec:
     sizes = zip(schema.categorical, schema.vocab_sizes, strict=True)
     fields = [{"column": c, "kind": "ids", "of": c, "rows": n} for c, n in sizes]
     dense = {"columns": list(schema.dense), "huge_limit": 1e30, "transform": "none"}
-    return {"bad": "strict", "dense": dense, "fields": fields}, {}
+    spec = {"bad": "strict", "dense": dense, "fields": fields}
+    return spec | _log(schema, "time", layout), {}
+
+
+def _log(schema: Schema, time: str | None, layout: Layout | None) -> dict[str, Any]:
+    """Returns what is read of events, beside their fields."""
+    if layout is None:
+        return {}
+    names = {"user": schema.user, "time": time, "labels": list(schema.labels)}
+    return {"log": names | {"layout": layout._asdict()}}
 
 
 def _as_arrays(name: str, values: pa.Array) -> dict[str, np.ndarray]:

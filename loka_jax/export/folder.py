@@ -5,6 +5,7 @@ loader.py                 reads the folder: imports jax and numpy
 programs/cuda_128.bin     one for each platform and batch size
 weights.safetensors       weights of all programs, FP8 where plans say so, and tables
 vocabulary.safetensors    the values of each column with a vocabulary
+rows.py, sequences.py     from raw rows, and events, to inputs
 vendor/                   flatbuffers, which jax reads programs with but lacks
 """
 
@@ -20,12 +21,17 @@ import jax
 import numpy as np
 
 from loka_jax import jsonfile
+from loka_jax.data import Schema, sequences
+from loka_jax.data.config import columns_of
+from loka_jax.data.events import layout_of
 from loka_jax.data.generated import schema_of
+from loka_jax.data.planted_events import schema_of_events
+from loka_jax.data.reader import record_dtype_of
 from loka_jax.data.saved_encoding import load_encoding
 from loka_jax.data.shards import new_folder
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch.plan import DispatchPlan
-from loka_jax.export import loader
+from loka_jax.export import loader, rows
 from loka_jax.export.encoding import Spec, inputs_as_given, inputs_of
 from loka_jax.export.programs import (
     Form,
@@ -40,10 +46,14 @@ from loka_jax.export.programs import (
 )
 from loka_jax.options import require
 from loka_jax.predict.trained import Trained, read_trained
+from loka_jax.train.config import Config
 from loka_jax.train.folder.record import versions
-from loka_jax.train.folder.source_run import open_run
+from loka_jax.train.folder.source_run import SourceRun, open_run
+from loka_jax.train.model import model_of
 
-_SMALL = (1, 16, 128, 1024)  # with the run's own batch size, the default ones
+# With the run's own batch size, the default ones; those of events are rows.
+_SMALL = (1, 16, 128, 1024)
+_SMALL_OF_EVENTS = tuple(128 * 4**i for i in range(8))
 
 
 class Exported(NamedTuple):
@@ -73,6 +83,8 @@ def export_run(
 
     Args:
         batch_sizes: rows of the programs; by default 1, 16, 128, 1,024 and the run's.
+            Of an event log those of histories and candidates, by default 128, 512 and
+            so on, and those of the run's batches.
         plan: "auto" lets Dispatch choose at each batch size on a GPU; "saved" keeps the
             run's plan; "off" runs all by XLA in the model's recipe.
 
@@ -81,28 +93,19 @@ def export_run(
     """
     _require_extra()
     source = open_run(workdir, best=True)
-    if source.config.data.is_log:
-        raise ValueError(
-            f"{workdir} is a run on an event log, and an exported model scores "
-            "rows apart: score files of events with experiments/predict.py."
-        )
-    if source.saved.meta.get("encoding") is None:
-        schema = schema_of(source.config.data)
-        spec = inputs_as_given(schema)
-    else:
-        encoding = load_encoding(source.encoding())
-        schema, spec = encoding.schema, inputs_of(encoding)
+    schema, spec = _inputs_of(source)
     if not schema.fields:
         raise ValueError(
             f"{workdir} is a run without categorical columns, which cannot be "
             "exported: score files with predict, or train with one."
         )
     trained = read_trained(source, schema)
-    own = trained.config.loop.batch_size
-    sizes = sorted({*(batch_sizes or (*(x for x in _SMALL if x < own), own))})
-    require(sizes[0] >= 1, "--batch-sizes", sizes[0], "1 or more")
+    sizes = _sizes(trained.config, schema, batch_sizes)
     sites = trained.model.list_sites(DispatchPlan())
     saved = plans.from_json(source.saved.meta["plan"], sites, "the checkpoint's plan")
+    if source.config.data.is_log:
+        own = model_of(source.config, schema, scores_candidates=True)
+        trained = trained._replace(model=own)
     forms = (
         make_form(
             *(trained, name, size),
@@ -115,12 +118,49 @@ def export_run(
     return write_model(trained, spec, forms, out)
 
 
+def _inputs_of(source: SourceRun) -> tuple[Schema, Spec]:
+    """Returns the columns of a run, and how its inputs are made of them."""
+    data, encoding = source.config.data, None
+    if source.saved.meta.get("encoding") is not None:
+        encoding = load_encoding(source.encoding())
+        schema = encoding.schema
+    else:
+        schema = schema_of_events(data) if data.is_log else schema_of(data)
+    layout = layout_of(data, schema) if data.is_log else None
+    if data.lists and not {*columns_of(data).labels} <= {*data.lists_of}:
+        raise ValueError(
+            f"{source.workdir} is a run on lists without labels, and an exported model "
+            "tells events from candidates by their labels: score files with "
+            "experiments/predict.py."
+        )
+    if encoding is None:
+        return schema, inputs_as_given(schema, layout)
+    return schema, inputs_of(encoding, layout)
+
+
+def _sizes(config: Config, schema: Schema, asked: Sequence[int]) -> list[int]:
+    """Returns the batch sizes of the programs, in rising order."""
+    own, small, least, longest = config.loop.batch_size, _SMALL, 1, 1
+    if config.data.is_log:
+        layout, small = layout_of(config.data, schema), _SMALL_OF_EVENTS
+        own, longest = layout.capacities(own)[0], layout.longest
+        least = layout.contexts + 1
+    sizes = sorted({*(asked or (*(x for x in small if x < own), own))})
+    require(sizes[0] >= least, "--batch-sizes", sizes[0], f"{least} or more")
+    if sizes[-1] < longest:
+        raise ValueError(
+            f"--batch-sizes {sizes[-1]} are fewer rows than the {longest} of the "
+            "longest history and a candidate: name a larger one, too."
+        )
+    return sizes
+
+
 def write_model(
     trained: Trained, spec: Spec, forms: Iterator[Form], out: pathlib.Path
 ) -> Exported:
     """Writes programs of a model to a new folder, and compares those that run here."""
     inputs, vocabulary = spec
-    encoding, programs = loader.Encoding(inputs, vocabulary), []
+    encoding, programs = rows.encoding_of(inputs, vocabulary, sequences), []
     weights: list[jax.Array] = []
     with new_folder(out, "--out") as partial:
         (partial / "programs").mkdir()
@@ -176,7 +216,9 @@ def _save(path: pathlib.Path, arrays: Mapping[str, jax.Array | np.ndarray]):
 
 
 def _copy_code(folder: pathlib.Path):
-    shutil.copyfile(loader.__file__, folder / "loader.py")
+    for module in (loader, rows, sequences):
+        assert module.__file__ is not None
+        shutil.copyfile(module.__file__, folder / pathlib.Path(module.__file__).name)
     spec = importlib.util.find_spec("flatbuffers")
     assert spec is not None and spec.origin is not None
     target = folder / "vendor" / "flatbuffers"
@@ -197,7 +239,7 @@ def _describe(folder: pathlib.Path, description: dict[str, Any]):
 
 
 def _differences(
-    trained: Trained, encoding: loader.Encoding, folder: pathlib.Path, programs
+    trained: Trained, encoding: rows.Encoding, folder: pathlib.Path, programs
 ) -> dict[int, float]:
     """Returns by batch size how far programs that run here are from evaluations."""
     here = [p.form for p in programs if runs_here(p.form.platform)]
@@ -205,24 +247,43 @@ def _differences(
         return {}
     model, differences = loader.load(folder), {}
     for form in here:
-        inputs = _random_inputs(encoding.blank(form.batch_size), trained)
-        errors = model.logits(inputs) - evaluation_logits(trained, form, inputs)
+        size = form.batch_size
+        if trained.schema.user is None:
+            inputs = _random_inputs(encoding.blank(size), trained)
+        else:
+            inputs = _random_events(encoding, size, trained)
+        logits = np.asarray(model.program(size)(inputs))
+        errors = logits - evaluation_logits(trained, form, inputs)
         differences[form.batch_size] = float(np.max(np.abs(errors)))
     return differences
 
 
-def _random_inputs(blank: loader.Inputs, trained: Trained) -> loader.Inputs:
+def _random_events(encoding: rows.Encoding, size: int, trained: Trained) -> rows.Inputs:
+    """Returns random inputs of a program of so many rows: users' events, and others."""
+    rng, schema = np.random.default_rng(0), trained.schema
+    longest = len(schema.context) + 2 * 3 + 3  # of a user, interleaved
+    users, events = max(size // longest, 1), 6 if size >= longest else 1
+    records = np.zeros(users * events, record_dtype_of(schema))
+    records["ids"] = rng.integers(0, schema.vocab_sizes, records["ids"].shape, np.int32)
+    records["label"] = rng.integers(0, 2, records["label"].shape)
+    records["user"], time = np.divmod(np.arange(len(records)), events)
+    records["time"] = np.minimum(time, events // 2)
+    records["label"][time >= events // 2] = np.nan  # candidates
+    return next(iter(encoding.batches(records, (size,))))[1]
+
+
+def _random_inputs(blank: rows.Inputs, trained: Trained) -> rows.Inputs:
     """Returns random inputs of the shapes of `blank`."""
     rng, sizes = np.random.default_rng(0), trained.schema.vocab_sizes
     single = blank.ids.shape[1]
     bags = tuple(
         (
-            rng.integers(loader.PADDING, rows, ids.shape, np.int32),
+            rng.integers(rows.PADDING, count, ids.shape, np.int32),
             None if weights is None else rng.random(weights.shape, np.float32),
         )
-        for (ids, weights), rows in zip(blank.bags, sizes[single:], strict=True)
+        for (ids, weights), count in zip(blank.bags, sizes[single:], strict=True)
     )
-    return loader.Inputs(
+    return rows.Inputs(
         rng.standard_normal(blank.dense.shape, np.float32),
         rng.integers(0, sizes[:single], blank.ids.shape, np.int32),
         bags,

@@ -2,6 +2,9 @@
 
     logits = program(weights, tables, dense, ids, bags)
 
+With histories, `ids` are those of samples, and in place of `bags` are the arrays of
+`data.Events`; a batch size is the number of rows of all sequences.
+
 `weights` are what the model computes from its variables alone (`serving.fold`): FP8
 where the plan says so. Programs of several batch sizes share equal ones. What runs at
 each site is planned for the program's platform and batch size:
@@ -27,22 +30,20 @@ from jax import export
 from jaxtyping import Array
 
 from loka_jax import nn, triton
-from loka_jax.data import Batch
+from loka_jax.data import Batch, Events, Schema
 from loka_jax.data.batch import Bag
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch.first_use import check_plan
 from loka_jax.dispatch.local import local_performance
 from loka_jax.dispatch.plan import DispatchPlan
-from loka_jax.export.loader import Encoding, Inputs
+from loka_jax.export.rows import Encoding, Inputs
 from loka_jax.nn.context import site_context
 from loka_jax.ops.device import Device, local_device
 from loka_jax.ops.plan import resolve
-from loka_jax.ops.tables import Tables
 from loka_jax.predict.trained import Trained
 from loka_jax.serving import fold, keep
 from loka_jax.site import Choice
 from loka_jax.train import metrics
-from loka_jax.train.state import TrainState
 from loka_jax.train.step import compiled_eval_step, logits_of, past_first_steps
 
 Platform = Literal["cpu", "cuda"]
@@ -191,7 +192,7 @@ def make_program(
     state = trained.state
     own = {name: getattr(state, name) for name in _WEIGHTS}
     tables = jax.tree.leaves(state.table)
-    logits = logits_function(form.model, trained.model.tables, state)
+    logits = logits_function(form.model, trained)
     inputs = tables, *encoding.blank(form.batch_size)
     exported, ready = export_function(form, logits, own, *inputs)
     names = [f"weight_{keep(weights, weight)}" for weight in ready]
@@ -217,28 +218,35 @@ def export_function(
 
 def evaluation_logits(trained: Trained, form: Form, inputs: Inputs) -> np.ndarray:
     """Returns the logits of the run's evaluation step with the choices of a form."""
-    rows, tasks = len(inputs.dense), len(trained.schema.labels)
+    tasks, batch = len(trained.schema.labels), _batch(trained.schema, *inputs)
+    rows = len(inputs.dense)  # as many as targets, if they are sequences
     labels = np.zeros((rows, tasks) if tasks > 1 else rows, np.float32)
-    weights = np.ones(rows, np.float32)
-    bags = tuple(Bag(*bag) for bag in inputs.bags)
-    batch = Batch(inputs.dense, inputs.ids, labels, weights, bags)
+    batch = batch._replace(labels=labels, weights=np.ones(rows, np.float32))
     step = compiled_eval_step(form.model, trained.placement)
     with tracing(form.device):
         _, logits = step(trained.state, metrics.init(tasks=tasks), batch)
     return np.asarray(logits)
 
 
-def logits_function(model: nn.Planned, tables: Tables, state: TrainState) -> Callable:
+def logits_function(model: nn.Planned, trained: Trained) -> Callable:
     """Returns the logits as a function of weights, tables and inputs."""
-    structure = jax.tree.structure(state.table)
+    state, structure = trained.state, jax.tree.structure(trained.state.table)
 
-    def logits(weights, table, dense, ids, bags):
+    def logits(weights, table, *inputs):
         table = jax.tree.unflatten(structure, table)
-        batch = Batch(dense, ids, None, None, tuple(Bag(*bag) for bag in bags))  # pyright: ignore[reportArgumentType]  # evaluation has no labels
         own = dataclasses.replace(state, **weights, table=table)
-        return logits_of(model, tables, own, batch).astype(jnp.float32)
+        batch = _batch(trained.schema, *inputs)
+        return logits_of(model, trained.model.tables, own, batch).astype(jnp.float32)
 
     return logits
+
+
+def _batch(schema: Schema, dense: Any, ids: Any, further: Any) -> Batch:
+    """Returns a batch of inputs; evaluation has no labels."""
+    none: Any = None
+    if schema.user is not None:
+        return Batch(dense, ids, none, none, events=Events(*further))
+    return Batch(dense, ids, none, none, tuple(Bag(*bag) for bag in further))
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

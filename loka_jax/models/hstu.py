@@ -154,7 +154,7 @@ class Hstu(RankingModel):
             dropout_rate=self.layer_dropout_rate,
             recipe=self.recipe,
             use_bias=self.bias,
-            implementation=self.kernels,
+            implementation=self.implementation,
             name=f"layer_{number}",
         )
 

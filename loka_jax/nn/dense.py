@@ -71,7 +71,7 @@ class Dense(linen.Module):
         parts = inputs if isinstance(inputs, tuple) else (inputs,)
         kernel, bias = dense_parameters(self, sum(x.shape[-1] for x in parts))
         rows = tuple(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in parts)
-        out = _site_matmul(self, rows, kernel, group=self.group)
+        out = site_product(self, rows, kernel, group=self.group)
         if bias is not None:
             # In float32: else the bias's gradient would be summed in bfloat16.
             out = (out.astype(jnp.float32) + bias[None, :]).astype(out.dtype)
@@ -169,7 +169,7 @@ def product(
         return out
     lhs_rows, lhs_shape = as_matrix(lhs, lhs_dims, contract_last=True)
     rhs_columns, rhs_shape = as_matrix(rhs, rhs_dims, contract_last=False)
-    out = _site_matmul(module, (lhs_rows,), rhs_columns, **attributes)
+    out = site_product(module, (lhs_rows,), rhs_columns, **attributes)
     return out.reshape(*lhs_shape, *rhs_shape).astype(out_dtype)
 
 
@@ -187,10 +187,10 @@ def planned(module: Any, spec: SiteSpec) -> KernelPlan:
     return current().plan("/".join(module.path), spec, module.recipe, "xla")
 
 
-def _site_matmul(
+def site_product(
     module: Any, parts: tuple[Array, ...], rhs: Array, **attributes
 ) -> Array:
-    """Runs a site that is a product alone, of the parts of its lhs."""
+    """Returns the product of a module's site by itself, of the parts of its lhs."""
     m, (k, n) = parts[0].shape[0], rhs.shape
     plan = planned(module, SiteSpec(m=m, k=k, n=n))
     announce(module, plan, **attributes)

@@ -3,7 +3,7 @@
 C is the number of rows of all sequences together, B that of sequences, h of heads.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, Int32
 from loka_jax import jagged
 from loka_jax.nn.batched import BatchedSite
 from loka_jax.nn.context import current
-from loka_jax.nn.dense import Dense
+from loka_jax.nn.norm_dense import NormParameters
 from loka_jax.nn.norms import check_choice, normalize
+from loka_jax.nn.pre_norm_dense import PreNormDense
 from loka_jax.ops import jagged_attention as ops
 from loka_jax.ops.device import local_device
 from loka_jax.recipe import Recipe
@@ -62,10 +63,10 @@ def newest_rows(
 
 
 def _plan(
-    q: Array, v: Array, implementation: Literal["xla"] | None
+    q: Array, v: Array, implementation: Literal["xla", "group"] | None
 ) -> ops.AttentionPlan:
     """Returns what runs attention on the device that sites are planned for."""
-    check_choice("implementation", implementation, ("xla", None))
+    check_choice("implementation", implementation, ("xla", "group", None))
     if implementation == "xla":
         return ops.BY_XLA
     return ops.plan_jagged_attention(q, v, current().device or local_device())
@@ -78,8 +79,8 @@ class HstuLayer(linen.Module):
         A V          = silu(Q K^T / sqrt(d_qk)) / N  V       over the rows seen
         X'           = X + [U; A V; norm(A V) * U] W_o
 
-    `uvqk` and `out` are sites; the products `scores` and `values` are within each
-    sequence, and run in the compute dtype.
+    `uvqk` and `out` are sites, each a group with its norm or sum; the products `scores`
+    and `values` are within each sequence, and run in the compute dtype.
 
     Attributes:
         num_heads: h.
@@ -88,7 +89,7 @@ class HstuLayer(linen.Module):
         max_length: N, not less than the rows of the longest sequence.
         window: of rows seen; see `ops.jagged_attention`, also for `oldest`.
         dropout_rate: of what `out` reads, in training.
-        implementation: "xla" for an attention by XLA everywhere.
+        implementation: "xla" for XLA everywhere, "group" for groups of the products.
 
     References:
         Zhai et al., Actions Speak Louder than Words, arXiv 2402.17152, eqs. 1 to 3.
@@ -103,7 +104,7 @@ class HstuLayer(linen.Module):
     dropout_rate: float = 0.0
     recipe: str | Recipe = "fp8_tensorwise"
     use_bias: bool = True
-    implementation: Literal["xla"] | None = None
+    implementation: Literal["xla", "group"] | None = None
 
     @linen.compact
     def __call__(
@@ -124,8 +125,8 @@ class HstuLayer(linen.Module):
         """
         count, width = x.shape
         heads, qk, v = self.num_heads, self.qk_dim, self.v_dim
-        normed = normalize(x, "layer", train=train, name="norm")
-        uvqk = self._dense(2 * heads * (v + qk), "uvqk")(normed)
+        norm = NormParameters("layer", name="norm")
+        uvqk = self._dense(2 * heads * (v + qk), "uvqk", norm=norm)(x)
         parts = (heads * v, 2 * heads * v, heads * (2 * v + qk))
         u, values, q, k = jnp.split(uvqk, parts, axis=1)
         u = jax.nn.silu(u)
@@ -146,12 +147,15 @@ class HstuLayer(linen.Module):
         gated = normalize(attended, "layer", train=train, name="attention_norm") * u
         joined = jnp.concatenate([u, attended, gated], axis=1)
         dropped = linen.Dropout(self.dropout_rate, deterministic=not train)(joined)
-        return x + self._dense(width, "out", use_bias=False)(dropped)
+        return self._dense(width, "out", use_bias=False)(dropped, x)
 
     @linen.nowrap
-    def _dense(self, features: int, name: str, use_bias: bool = True) -> Dense:
-        bias = use_bias and self.use_bias
-        return Dense(features, recipe=self.recipe, use_bias=bias, name=name)
+    def _dense(self, features: int, name: str, **options: Any) -> PreNormDense:
+        options = dict(use_bias=self.use_bias, recipe=self.recipe) | options
+        implementation = self.implementation
+        return PreNormDense(
+            features, implementation=implementation, name=name, **options
+        )
 
     def _announce(self, name: str, spec: SiteSpec, plan: ops.AttentionPlan) -> None:
         site = BatchedSite(self.recipe, name=name)

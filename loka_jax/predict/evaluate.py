@@ -55,14 +55,15 @@ def evaluate_files(
     Args:
         path: files with the columns and the labels that the run was trained on, as of
             `score_file`. Of an event log they have the histories, too.
-        where: which rows, as in "dt=2026-11-14"; None for all.
+        where: which rows, as in "dt=2026-11-14"; None for all. The others of an event
+            log are not judged, but are events of histories.
         by: one or two columns, whose values rows are told apart by.
 
     Raises:
         ValueError: one sentence with the file, the row or the column and the remedy.
     """
     paths, config = as_texts(path), predictor.encoding.config
-    files, rule = chosen_files(paths, where)
+    files, rule = chosen_files(config, paths, where)
     further = () if config.weight is None else (config.weight,)
     names = (*predictor.columns, *predictor.tasks, *further, *by)
     columns = tuple(dict.fromkeys(names))

@@ -16,7 +16,7 @@ from loka_jax.data.files import find_files, reader_of, unchanged
 from loka_jax.data.filters import Filter, parse_filter
 from loka_jax.data.places import DataFile, stamp_of
 from loka_jax.data.values import Counts
-from loka_jax.predict.predictor import Predictor
+from loka_jax.predict.predictor import MEANT, Predictor
 
 SCORE = "score"
 _WRITERS = {".csv": csv.CSVWriter, ".parquet": parquet.ParquetWriter}
@@ -56,7 +56,8 @@ def score_file(
             or several paths, folders, globs, or addresses such as s3://bucket/folder.
         out: a new .parquet or .csv file: the key columns, then `score`, the click
             probability; of several tasks, `score_TASK` of each.
-        where: which rows, as in "dt=2026-11-14"; None for all.
+        where: which rows, as in "dt=2026-11-14"; None for all. The others of an event
+            log are not scored, but are events of histories.
         keys: columns that are copied to `out`.
         progress: called with the number of rows scored so far.
 
@@ -69,10 +70,10 @@ def score_file(
     names = (SCORE,)
     if len(predictor.tasks) > 1:
         names = tuple(f"{SCORE}_{task}" for task in predictor.tasks)
-    files, rule = chosen_files(paths, where)
+    config = predictor.encoding.config
+    files, rule = chosen_files(config, paths, where)
     _check_names(out, keys, names)
     start, rows, counts = time.monotonic(), 0, Counts()
-    config = predictor.encoding.config
     bad_rows = BadRows(config.max_bad_rows)
     columns = (*predictor.columns, *keys)
     blocks = blocks_of(config, files, rule, columns, bad_rows)
@@ -101,11 +102,15 @@ def as_texts(path: str | os.PathLike | Sequence[str]) -> tuple[str, ...]:
 
 
 def chosen_files(
-    paths: tuple[str, ...], where: str | None
+    config: DataConfig, paths: tuple[str, ...], where: str | None
 ) -> tuple[tuple[DataFile, ...], Filter]:
-    """Returns the files of paths, and which of their rows are meant."""
-    rule = Filter(()) if where is None else parse_filter(where, "--data.where")
-    return find_files(paths, rule), rule
+    """Returns the files of paths, and which of their rows are meant.
+
+    Of an event log all files are returned, as any may hold events of histories.
+    """
+    everything = Filter(())
+    rule = everything if where is None else parse_filter(where, "--data.where")
+    return find_files(paths, rule if config.user is None else everything), rule
 
 
 def blocks_of(
@@ -115,11 +120,19 @@ def blocks_of(
     columns: tuple[str, ...],
     bad_rows: BadRows,
 ) -> Iterator[Block]:
-    """Yields the rows that are meant, with these columns."""
+    """Yields the rows that are meant, with these columns.
+
+    Of an event log all rows are, with a column `MEANT`.
+    """
     columns = tuple(dict.fromkeys((*columns, *rule.columns)))
     for file in files:
         for block in reader_of(config, file)(str(file), columns, bad_rows):
-            yield block.filter(rule.mask(block))
+            mask = rule.mask(block)
+            if config.user is None:
+                yield block.filter(mask)
+            else:
+                table = block.table.append_column(MEANT, pa.array(mask))
+                yield block._replace(table=table)
 
 
 def _check_keys(out: pathlib.Path, keys: pa.Table) -> None:

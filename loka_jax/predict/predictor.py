@@ -20,12 +20,20 @@ from jaxtyping import Array
 from loka_jax import nn
 from loka_jax.data import Position
 from loka_jax.data.blocks import Block, find_columns
-from loka_jax.data.candidates import are_candidates, candidate_batches
 from loka_jax.data.config import features_of
+from loka_jax.data.events import batch_of, layout_of
 from loka_jax.data.reader import ShardDataset
 from loka_jax.data.records import Encoding
 from loka_jax.data.saved_encoding import load_encoding
-from loka_jax.data.sequences import layout_of
+from loka_jax.data.sequences import (
+    MOST_CANDIDATES,
+    Layout,
+    Shape,
+    are_candidates,
+    candidate_batches,
+    ladder,
+    rows_of_lists,
+)
 from loka_jax.data.values import Counts
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.predict.trained import read_trained
@@ -38,6 +46,7 @@ from loka_jax.train.state import TrainState
 from loka_jax.train.step import compiled_eval_step, past_first_steps
 
 _GROUP_BYTES = 1 << 28  # of raw rows that are encoded together
+MEANT = "is meant by --data.where"  # a column of blocks of an event log
 _REFUSAL = (
     "which is not in the run's vocabulary, and the run has --data.bad strict: correct "
     "it."
@@ -66,9 +75,11 @@ class Predictor:
         Of an event log these are also user, time and labels, some of which are empty.
         """
         config, schema = self.encoding.config, self.encoding.schema
-        if config.user is None or config.time is None:
-            return features_of(config)
-        names = (*features_of(config), config.user, config.time, *schema.labels)
+        names = features_of(config)
+        if config.time is not None and config.is_log:
+            names = (*names, config.time)
+        if config.user is not None:
+            names = (*names, config.user, *schema.labels)
         return tuple(dict.fromkeys(names))
 
     def scores(self, rows: Any, counts: Counts | None = None) -> np.ndarray:
@@ -148,17 +159,28 @@ class Predictor:
     def _candidates(
         self, blocks: list[Block], counts: Counts, judged: bool
     ) -> Iterator[tuple[pa.Table, np.ndarray]]:
-        """Yields the rows of an event log without a label, or those with one."""
-        schema, config = self.encoding.schema, self.config
+        """Yields the rows of an event log without a label, or those with one.
+
+        Of a table with a column `MEANT` those that are meant, on the histories of all.
+        """
+        schema = self.encoding.schema
         records = self.encoding.records(
             blocks, counts, labels="some", unknown_refusal=self._refusal
         )
-        has_none = are_candidates(records)
-        is_new = ~has_none if judged else has_none
         if not len(records):
             return
+        table = pa.concat_tables([block.table for block in blocks])
+        if self.encoding.config.lists:
+            is_new, records["user"] = rows_of_lists(records)
+            past, new = records[~is_new], records[is_new]
+            yield table, self._logits_of_candidates(past, new)
+            return
+        has_none = are_candidates(records)
+        is_new = ~has_none if judged else has_none
+        if MEANT in table.column_names:
+            is_new = is_new & np.asarray(table.column(MEANT))
         if not is_new.any():
-            what = "no row has" if judged else "all rows have"
+            what = "no row meant has" if judged else "all rows meant have"
             remedy = (
                 "write labels" if judged else "leave it empty in those to be scored"
             )
@@ -167,18 +189,24 @@ class Predictor:
                 "with a label are histories."
             )
         past, new = records[~has_none], records[is_new]
-        logits = np.zeros((is_new.sum(), len(schema.labels)), np.float32)
+        yield table.filter(pa.array(is_new)), self._logits_of_candidates(past, new)
+
+    def _logits_of_candidates(self, past: np.ndarray, new: np.ndarray) -> np.ndarray:
+        """Returns the logits of new events on the histories of past ones."""
+        schema, config = self.encoding.schema, self.config
+        logits = np.zeros((len(new), len(schema.labels)), np.float32)
         layout = layout_of(config.data, schema)
-        size = config.loop.batch_size
-        for batch, numbers in candidate_batches(schema, past, new, layout, size):
-            seen = metrics.init(tasks=len(schema.labels))
-            found = self._run_step(self._state, seen, batch)[1][: len(numbers)]
-            logits[numbers] = np.reshape(found, (len(numbers), -1))
-        table = pa.concat_tables([block.table for block in blocks])
-        yield (
-            table.filter(pa.array(is_new)),
-            logits if len(schema.labels) > 1 else logits[:, 0],
-        )
+        shapes = _shapes(layout, config.loop.batch_size)
+
+        def launched() -> Iterator[tuple[Array, np.ndarray]]:
+            for arrays, _, numbers in candidate_batches(past, new, layout, shapes):
+                seen, batch = metrics.init(tasks=len(schema.labels)), batch_of(arrays)
+                yield self._run_step(self._state, seen, batch)[1], numbers
+
+        for found, numbers in _one_ahead(launched()):
+            own = np.asarray(found)[: len(numbers)]
+            logits[numbers] = own.reshape(len(numbers), -1)
+        return logits if len(schema.labels) > 1 else logits[:, 0]
 
     def _no_scores(self) -> np.ndarray:
         num_tasks = len(self.tasks)
@@ -195,9 +223,7 @@ class Predictor:
                 seen = metrics.init(tasks=num_tasks)
                 yield self._run_step(self._state, seen, batch)[1], count
 
-        # The device computes a batch while the host makes the next one.
-        ahead: Any = itertools.pairwise(itertools.chain(launched(), [None]))
-        for (logits, count), _ in ahead:
+        for logits, count in _one_ahead(launched()):
             yield np.asarray(logits)[:count]
 
 
@@ -237,6 +263,21 @@ def load(
     model = past_first_steps(model, trained.state)
     run_step = compiled_eval_step(model, trained.placement)
     return Predictor(config, encoding, saved.step, trained.state, run_step)
+
+
+def _shapes(layout: Layout, batch_size: int) -> list[Shape]:
+    """Returns the shapes of batches of candidates, in rising order."""
+    rows = ladder(batch_size * layout.longest + MOST_CANDIDATES)
+    return [Shape(count, batch_size, MOST_CANDIDATES) for count in reversed(rows)]
+
+
+def _one_ahead[T](launched: Iterable[T]) -> Iterator[T]:
+    """Yields results, each when the next has begun.
+
+    The device computes a batch while the host makes the next one.
+    """
+    ahead: Any = itertools.pairwise(itertools.chain(launched, [None]))
+    return (one for one, _ in ahead)
 
 
 def _groups(blocks: Iterable[Block]) -> Iterator[list[Block]]:

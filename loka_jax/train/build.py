@@ -115,7 +115,7 @@ class Run:
                 optimizer=self.optimizer,
                 row_optimizer=self.row_update.optimizer,
                 init_stddev=stddev,
-                probe=self.config.probe.config_at(0),
+                probe=self.config.probe.config_at(self.config.probe.begin),
             )
             seen = metrics.init(weighted=schema.weighted, tasks=len(schema.labels))
             return dataclasses.replace(state, metrics=seen)
@@ -240,7 +240,8 @@ def build(
         chosen = choose_plan(config, sites, total_steps, say, source=source)
     else:
         chosen = resumed_plan(config, saved, sites)
-    config = config.observed() if chosen.is_observed else config
+    if chosen.observed_from is not None:
+        config = config.observed(chosen.observed_from)
     run = Run(
         config=config,
         splits=splits,

@@ -100,9 +100,9 @@ class Config:
                 f"{every}: groups average their rows between calls. Make one of them 1."
             )
 
-    def observed(self) -> "Config":
+    def observed(self, begin: int) -> "Config":
         """Returns the configuration with Probe, as often as a plan has it observe."""
-        probe = dataclasses.replace(self.probe, every=LOOK_EVERY)
+        probe = dataclasses.replace(self.probe, every=LOOK_EVERY, begin=begin)
         return dataclasses.replace(self, probe=probe)
 
     def identity(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from loka_jax.train.loop_options import LOOK_STEPS
 from loka_jax.train.processes import watchdog
 from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.state import TrainState
-from loka_jax.train.step import scales_initialized
+from loka_jax.train.step import TrainStep, scales_initialized
 from loka_jax.train.watch import confirm, guard, replan
 from loka_jax.train.watch.guard import Diverged
 from loka_jax.train.watch.host_state import Moment, Progress, gone_back, restored
@@ -56,6 +56,7 @@ class Loop:
         self.clock = Clock(self.progress)
         self._scales_initialized = False
         self._batch: Batch | None = None
+        self._ahead: TrainStep | None = None
         self._looks = Looks(self.display.say)
 
     def train(self, stop: StopRequest):
@@ -157,6 +158,8 @@ class Loop:
                 self.step([pair])
             return
         self.profiler.after(step, self.state)
+        if compiles:
+            self._compile_ahead(batches[-1])
         rows = self.run.splits.train.num_examples
         size = self.run.config.loop.batch_size
         examples = sum(min(size, rows - position.step * size) for position in positions)
@@ -167,6 +170,18 @@ class Loop:
             examples=self.progress.examples + examples,
         )
         self.display.step(self.progress.step)
+
+    def _compile_ahead(self, batch: Batch):
+        """Compiles in a thread the first step that Probe observes, if it comes later.
+
+        Begun by the first step of the run that it begins from, once that is compiled.
+        """
+        probe = self.run.config.probe
+        if self._ahead is None and self.progress.step < probe.begin:
+            self._ahead = self.run.train_step(
+                scales_initialized=True, probe=probe.config_at(probe.begin)
+            )
+            self._ahead.compile_ahead(self.state, batch)
 
     def _steps_at_once(self) -> int:
         run, step = self.run, self.progress.step

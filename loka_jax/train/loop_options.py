@@ -80,20 +80,23 @@ class ProbeOptions:
         every: every so many steps the operands of FP8 sites are looked at, for their
             drift, and the statistics of all sites are learned, four times as often
             before the first review of the plan; 0 for never. None looks every 64th
-            step, and learns there only in a run in one process whose FP8 that lacks
-            known errors alone would save more than entering it takes.
+            step, and learns there only where a plan lacks the errors of faster FP8.
+        begin: the first step whose statistics are learned. Before it the step that
+            learns them is compiled in a thread.
         decay: factor on the weight of earlier rows at every observed batch.
         recipes: whose products are multiplied on the operands themselves, to measure
             their errors: at every site, whatever runs there.
     """
 
     every: int | None = None
+    begin: int = 0
     decay: float = 0.7
     recipes: tuple[str, ...] = RECIPES
 
     def __post_init__(self):  # noqa: D105
         every = self.every
         require(every is None or every >= 0, "--probe.every", every, "at least 0")
+        require(self.begin >= 0, "--probe.begin", self.begin, "at least 0")
         ProbeConfig(decay=self.decay, recipes=self.recipes)  # which refuses others
 
     @property
@@ -103,17 +106,22 @@ class ProbeOptions:
 
     def config_at(self, step: int) -> ProbeConfig | None:
         """Returns how sites are observed in a step; None if they are not."""
-        if not self.every or (step % self.every and not self._is_early(step)):
+        if not self.every or step < self.begin:
             return None
+        if step % self.every and not self._is_early(step):
+            return None
+        rarely = self.every * _COVARIANCES_EVERY
         return ProbeConfig(
             decay=self.decay,
             recipes=self.recipes,
-            moves_weight_covariances=step % (self.every * _COVARIANCES_EVERY) == 0,
+            moves_weight_covariances=(step - self.begin) % rarely == 0,
         )
 
     def first_review(self) -> int | None:
         """Returns the number of steps after which live errors are first reviewed."""
-        return self._early * _OBSERVED_BEFORE_REVIEW + 1 if self.every else None
+        if not self.every:
+            return None
+        return self.begin + self._early * _OBSERVED_BEFORE_REVIEW + 1
 
     @property
     def _early(self) -> int:
@@ -121,8 +129,9 @@ class ProbeOptions:
         return max(1, (self.every or 0) // _OFTEN)
 
     def _is_early(self, step: int) -> bool:
-        is_before = step <= self._early * _OBSERVED_BEFORE_REVIEW
-        return is_before and step % self._early == 0
+        steps = step - self.begin
+        is_before = steps <= self._early * _OBSERVED_BEFORE_REVIEW
+        return is_before and steps % self._early == 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from loka_jax import nn
 from loka_jax.data import Events, Schema
-from loka_jax.data.sequences import layout_of
+from loka_jax.data.events import layout_of
+from loka_jax.data.sequences import Shape, candidate_shape
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.ops.tables import Tables, TableSpec, with_dims
 from loka_jax.train import tasks
@@ -22,7 +23,8 @@ class RunModel(NamedTuple):
         list_sites: from a plan to every GEMM of the model at the training batch size,
             or for other `rows`, in a first step, or if `scales_initialized` in those
             after it.
-        inputs: from a number of rows to the shapes of the model's inputs.
+        inputs: from a number of rows to the shapes of the model's inputs; of an event
+            log from a number of sequences, or of rows as of `candidate_shape`.
         log_inputs: those of one sequence of an event log; None for other data.
     """
 
@@ -32,8 +34,13 @@ class RunModel(NamedTuple):
     log_inputs: tuple[Any, ...] | None = None
 
 
-def model_of(config: Config, schema: Schema, devices: int = 1) -> RunModel:
+def model_of(
+    config: Config, schema: Schema, devices: int = 1, *, scores_candidates: bool = False
+) -> RunModel:
     """Returns the tables and sites of the model for data of this schema.
+
+    Args:
+        scores_candidates: of an event log, inputs are those of exported programs.
 
     Raises:
         ValueError: if the data have other tasks than the model, or a batch has too
@@ -60,7 +67,13 @@ def model_of(config: Config, schema: Schema, devices: int = 1) -> RunModel:
 
     def inputs(rows: int) -> tuple[Any, ...]:
         if config.data.is_log:
-            return _event_inputs(config, schema, rows)
+            layout = layout_of(config.data, schema)
+            capacity = layout.capacities(rows)[0]
+            shape = Shape(capacity, rows, layout.targets(rows, capacity))
+            if scores_candidates:
+                shape = candidate_shape(rows)
+            has_candidates = scores_candidates or not layout.is_all
+            return _event_inputs(config, schema, shape, has_candidates)
         shapes = (len(schema.dense),), (len(schema.table_rows), dim)
         return tuple(jax.ShapeDtypeStruct((rows, *x), jnp.float32) for x in shapes)
 
@@ -77,10 +90,12 @@ def model_of(config: Config, schema: Schema, devices: int = 1) -> RunModel:
     return RunModel(tables, list_sites, inputs, log_inputs)
 
 
-def _event_inputs(config: Config, schema: Schema, batch_size: int) -> tuple[Any, ...]:
-    """Returns the shapes of a model's inputs of the largest batch of an event log."""
+def _event_inputs(
+    config: Config, schema: Schema, shape: Shape, has_candidates: bool
+) -> tuple[Any, ...]:
+    """Returns the shapes of a model's inputs of a batch of an event log."""
     layout, dim = layout_of(config.data, schema), config.embedding.dim
-    count = layout.capacities(batch_size)[0]
+    count, sequences, targets = shape
     contexts, tasks = layout.contexts, len(schema.labels)
     fields = len(schema.fields) - contexts
 
@@ -95,13 +110,13 @@ def _event_inputs(config: Config, schema: Schema, batch_size: int) -> tuple[Any,
         answers=ints(count, tasks),
         positions=ints(count),
         ages=floats(count),
-        offsets=ints(batch_size + 1),
-        targets=ints(layout.targets(batch_size, count)),
-        contextual=None if layout.is_all or not contexts else ints(batch_size),
-        candidates=None if layout.is_all else ints(batch_size),
+        offsets=ints(sequences + 1),
+        targets=ints(targets),
+        contextual=None if layout.is_all or not contexts else ints(sequences),
+        candidates=ints(sequences) if has_candidates else None,
     )
-    rows = floats(batch_size, contexts, dim), floats(count, fields, dim)
-    return floats(batch_size, 0), rows, events
+    rows = floats(sequences, contexts, dim), floats(count, fields, dim)
+    return floats(sequences, 0), rows, events
 
 
 def _check_log(config: Config, schema: Schema) -> None:

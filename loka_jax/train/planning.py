@@ -1,6 +1,7 @@
 """Chooses the plan that a run follows, with notes for the user."""
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,12 +19,19 @@ from loka_jax.dispatch.first_use import (
 )
 from loka_jax.dispatch.learned import kept_errors
 from loka_jax.dispatch.local import Local, local_performance, performance_of
-from loka_jax.dispatch.outlook import Entering, Remedies, entering, last_line
+from loka_jax.dispatch.outlook import (
+    Entering,
+    Remedies,
+    entering,
+    last_line,
+    steps_meanwhile,
+)
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.table import RoleErrors
 from loka_jax.nn import Site
 from loka_jax.train.config import LOOK_EVERY, Config
+from loka_jax.train.mesh.devices import shape_of
 
 AUTO, TUNE, OFF = "auto", "tune", "off"
 _REMEDIES = Remedies(
@@ -37,14 +45,15 @@ class ChosenPlan(NamedTuple):
     """A plan, notes for the user, and by what it was made, if by times.
 
     Attributes:
-        is_observed: Probe is to observe a run that leaves it to its plan.
+        observed_from: the step from which on Probe is to observe a run that leaves it
+            to its plan; None for no such step.
         outlook: what the plan gains, or what keeps FP8 out of it, as a sentence.
     """
 
     plan: DispatchPlan
     notes: tuple[str, ...] = ()
     performance: PerformanceModel | None = None
-    is_observed: bool = False
+    observed_from: int | None = None
     outlook: str = ""
 
 
@@ -122,13 +131,17 @@ class _ByTimes:
                 "Errors that an earlier run has kept count, and Probe observes every "
                 f"{LOOK_EVERY}th step, by which they are judged."
             )
-            return chosen._replace(notes=(*notes, note), is_observed=True)
-        return self._observed_if_it_pays(chosen, performance)
+            return chosen._replace(notes=(*notes, note), observed_from=0)
+        return self._observed_if_it_gains(chosen, performance)
 
-    def _observed_if_it_pays(
+    def _observed_if_it_gains(
         self, chosen: ChosenPlan, performance: PerformanceModel
     ) -> ChosenPlan:
-        """Returns the plan, observed if FP8 that lacks errors alone would pay."""
+        """Returns the plan, observed if FP8 that lacks errors alone would gain.
+
+        On one device the step that observes is compiled while others train, which costs
+        the run nothing; over a mesh only if FP8 pays for it.
+        """
         unknown = [site for site in self.sites if site.path not in self.kept]
         unknown = without_errors(unknown, performance, self.source)
         hope = self.kept | as_if_accurate(unknown)
@@ -136,27 +149,48 @@ class _ByTimes:
         worth = self._entering(performance, chosen.plan, fast)
         if worth.saves <= 0:
             return chosen
-        if not worth.pays:
+        begin = self._first_observed(performance, chosen.plan)
+        if begin is None or not (worth.pays or begin):
             note = (
                 f"The errors of its FP8 are not known: {worth}, so that this run does "
                 f"not look for them ({_REMEDIES.errors}, for later runs too)."
             )
             return chosen._replace(notes=(*chosen.notes, note))
-        fast, performance, _ = self._checked(performance, hope)
-        plan = self._make(self.sites, performance, self.kept)
-        worth = self._entering(performance, plan, fast)
-        if not worth.pays:
-            return chosen
+        plan = chosen.plan
+        if worth.pays:  # a review promotes to what was checked
+            fast, performance, _ = self._checked(performance, hope)
+            plan = self._make(self.sites, performance, self.kept)
+            worth = self._entering(performance, plan, fast)
+        where = f"from step {begin:,} on, " if begin else ""
         note = (
-            f"Probe observes every {LOOK_EVERY}th step, until the errors of its FP8 "
-            f"are known: {worth} (--probe.every 0 observes none)."
+            f"Probe observes every {LOOK_EVERY}th step, {where}to learn the errors of "
+            f"its FP8 for {'this run' if worth.pays else 'later runs'}: {worth} "
+            "(--probe.every 0 observes none)."
         )
-        return ChosenPlan(plan, (*chosen.notes, note), performance, is_observed=True)
+        notes = (*chosen.notes, note)
+        return ChosenPlan(plan, notes, performance, observed_from=begin)
+
+    def _first_observed(
+        self, performance: PerformanceModel, plan: DispatchPlan
+    ) -> int | None:
+        """Returns the first step that Probe observes; None if the run ends too soon."""
+        if not self._is_alone:
+            return 0
+        steps = steps_meanwhile(self.sites, performance, plan)
+        begin = math.ceil(steps / LOOK_EVERY) * LOOK_EVERY
+        review = self.config.observed(begin).probe.first_review()
+        assert review is not None
+        return begin if review < self.steps else None
+
+    @property
+    def _is_alone(self) -> bool:
+        """True for a run on one device."""
+        return shape_of(self.config.mesh) == (1, 1)
 
     def outlook(self, chosen: ChosenPlan) -> str:
         """Returns what a plan gains, or what keeps FP8 out of it."""
         remedies, known = _REMEDIES, chosen.performance
-        if chosen.is_observed or self.config.probe.every:
+        if chosen.observed_from is not None or self.config.probe.every:
             remedies = remedies._replace(errors="Probe measures them in this run")
 
         def make(sites: Sequence[Site], known: PerformanceModel, errors=self.kept):
@@ -193,7 +227,8 @@ class _ByTimes:
         self, performance: PerformanceModel, plan: DispatchPlan, faster: DispatchPlan
     ) -> Entering:
         return entering(
-            self.sites, performance, plan, faster, self.steps, is_observed=False
+            *(self.sites, performance, plan, faster, self.steps),
+            is_observed=self._is_alone,  # by a step that is compiled meanwhile
         )
 
 

@@ -192,7 +192,8 @@ def _build(
     base = None if start is None else start.base()
     saved = _resumed(start)
     if saved is not None and config.probe.every is None and saved.has("probe"):
-        config = config.observed()  # as its plan chose at the start
+        begin = saved.meta["config"]["probe"]["begin"]
+        config = config.observed(begin)  # as its plan chose at the start
 
     def build_run(plan: Any) -> Run:
         with display.doing("preparing data, model and plan"):

@@ -14,8 +14,10 @@ rows from their owners, brings together what must be equal everywhere, so that a
 devices skip the same steps, and sends row gradients back (`mesh.placement`).
 """
 
+import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -182,10 +184,25 @@ class TrainStep:
         """Takes a compiled step, and whether it reads `TrainState.probe`."""
         self._program = program
         self._is_observed = is_observed
+        self._compiling: threading.Thread | None = None
         self.has_run = False
+
+    def compile_ahead(self, state: TrainState, *batches: Batch) -> None:
+        """Compiles the step in a thread, on one device; the first call waits for it."""
+        types = jax.tree.map(_type_of, (state, *batches))
+
+        def compile_it():
+            with contextlib.suppress(Exception):  # the first call meets it again
+                self.lower(*types).compile()
+
+        self._compiling = threading.Thread(target=compile_it, daemon=True)
+        self._compiling.start()
 
     def __call__(self, state: TrainState, *batches: Batch) -> TrainState:
         """Returns the state after a step on each batch; the old state is donated."""
+        if self._compiling is not None:
+            self._compiling.join()
+            self._compiling = None
         after = self._program(self._seen(state), *batches)
         self.has_run = True
         if self._is_observed:
@@ -198,6 +215,10 @@ class TrainStep:
 
     def _seen(self, state: TrainState) -> TrainState:
         return state if self._is_observed else dataclasses.replace(state, probe={})
+
+
+def _type_of(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
 
 
 def named_sites(state: TrainState) -> dict[str, scaling.DelayedScaling]:

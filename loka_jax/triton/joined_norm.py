@@ -25,8 +25,8 @@ from loka_jax.triton.trees import launch_tree, static
 _WARPS, _BLOCK_M = 4, 8
 # With sums for gamma and beta programs take rows several times, and load those that
 # follow while they compute: else they wait for memory.
-_SUMS = dict(block_m=16, stages=3)
-_PROGRAMS_OF_SUMS = 528
+_SUMS = dict(block_m=32, stages=3)
+_PROGRAMS_OF_SUMS = 264
 _MIN_COLUMNS = 16
 
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from loka_jax.data import DataConfig
+from loka_jax.data.config import columns_of
 from loka_jax.data.encoding import VocabularyEncoder, hash_encoder
 from loka_jax.data.records import Encoding
 from loka_jax.data.values import Standardizer
@@ -36,7 +37,7 @@ def encoding_of(config, **options) -> Encoding:
         return hash_encoder(config, column) or vocabulary
 
     standardizer = Standardizer((0.25, -3.0), (1.7, 0.3))
-    fields = (*config.categorical, *config.multi)
+    fields = columns_of(config).fields
     return Encoding(
         config=config,
         encoders=tuple(encoder(config.owners.get(f, f)) for f in fields),

@@ -107,13 +107,13 @@ def test_the_form_of_shards_has_this_number(tmp_path):
         "kind path train valid test label labels dense categorical multi "
         "multi_weights separator max_values encoding min_count reserve_rows "
         "hash_buckets hash_sizes hashed share bad transform weight keep_negatives "
-        "valid_fraction time user context actions history targets interleave "
+        "valid_fraction time user lists context actions history targets interleave "
         "row_capacity stream max_bad_rows cache examples eval_examples rows signal "
         "click_rate"
     )
     assert " ".join(SETTINGS) == (
         "label labels dense categorical multi multi_weights separator encoding "
-        "hash_buckets hash_sizes hashed share bad transform user context actions "
+        "hash_buckets hash_sizes hashed share bad transform user lists context actions "
         "max_values min_count reserve_rows weight keep_negatives valid_fraction "
         "time max_bad_rows"
     )
@@ -128,7 +128,7 @@ def test_the_form_of_a_checkpoint_has_this_number():
     shapes = (f"{keystr(at)[1:]}{[*x.shape]}" for at, x in statistics)
     forms.append(" ".join(shapes).replace(", ", ","))
     assert (saved_format.RUN, *forms) == (
-        11,
+        12,
         "step position examples seconds plateau best changes returns drift "
         "unsafe broken replanned confirmed guard scale_watch days",
         "step params fp8 batch_stats probe opt_state table row_state lr_scale skipped "

@@ -116,7 +116,7 @@ def mesh_of(config: MeshConfig, batch_size: int, microbatches: int) -> Mesh | No
         ValueError: if there are too few devices, or groups alone are given that do not
             divide them, or the batch does not divide.
     """
-    replicas, shards = _shape(config)
+    replicas, shards = shape_of(config)
     count = replicas * shards
     if count == 1:
         return None
@@ -142,7 +142,7 @@ def mesh_of(config: MeshConfig, batch_size: int, microbatches: int) -> Mesh | No
     return jax.make_mesh(shape, AXES, axis_types=auto, devices=devices[:count])
 
 
-def _shape(config: MeshConfig) -> tuple[int, int]:
+def shape_of(config: MeshConfig) -> tuple[int, int]:
     """Returns the number of replicas and shards."""
     replicas, devices = config.replicas or 1, jax.device_count()
     if config.shards is not None:

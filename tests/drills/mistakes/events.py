@@ -2,7 +2,6 @@
 
 from tests.drills.mistakes import Mistake
 
-CANDIDATES = "loka_jax/data/candidates.py"
 EVENTS = "loka_jax/data/events.py"
 JAGGED = "loka_jax/jagged.py"
 SEQUENCES = "loka_jax/data/sequences.py"
@@ -32,9 +31,37 @@ MISTAKES = [
     Mistake(
         "a candidate has its actions",
         SEQUENCES,
-        "    ids[rows.is_candidate, ids.shape[1] - len(schema.actions) :] = 0\n",
+        "    ids[rows.is_candidate, ids.shape[1] - layout.actions :] = 0\n",
         "",
         "unit/data/events_test.py",
+    ),
+    Mistake(
+        "rows that are not judged are in no history",
+        "loka_jax/predict/files.py",
+        "            if config.user is None:\n",
+        "            if mask.any():\n",
+        "whole/predict/events_test.py",
+    ),
+    Mistake(
+        "events of lists are examples",
+        SEQUENCES,
+        "        split=np.where(is_example, split, -1).astype(np.int8),\n",
+        "        split=split.astype(np.int8),\n",
+        "unit/data/unfold_test.py",
+    ),
+    Mistake(
+        "rows with lists have the histories of other rows",
+        SEQUENCES,
+        "    return is_example, np.cumsum(is_example) - is_example\n",
+        "    return is_example, np.cumsum(is_example)\n",
+        "unit/data/unfold_test.py",
+    ),
+    Mistake(
+        "events of lists have the label of their example",
+        "loka_jax/data/unfold.py",
+        "pa.array(row, mask=~is_example)",
+        "pa.array(row)",
+        "unit/data/unfold_test.py",
     ),
     Mistake(
         "a candidate has its answers",
@@ -66,7 +93,7 @@ MISTAKES = [
     ),
     Mistake(
         "candidates have those of their time in their history",
-        CANDIDATES,
+        SEQUENCES,
         "    ends = np.searchsorted(of_past, of_new[first])",
         "    ends = np.searchsorted(of_past, of_new[first], 'right')",
         "unit/data/candidates_test.py",

@@ -99,14 +99,28 @@ MISTAKES = [
     ),
     Mistake(
         "rows that fill a program take the next larger one",
-        f"{EXPORT}/loader.py",
+        f"{EXPORT}/rows.py",
         "if size >= stop - start)",
-        "if size > stop - start or size == self.batch_sizes[-1])",
+        "if size > stop - start or size == sizes[-1])",
         "unit/export/loader_test.py",
     ),
     Mistake(
-        "lists are cut from their beginning",
+        "the scores of requests are cut at the wrong rows",
         f"{EXPORT}/loader.py",
+        "np.split(found, ends[:-1])",
+        "np.split(found, ends[1:])",
+        "unit/export/loader_test.py",
+    ),
+    Mistake(
+        "requests that name a user alike have one history",
+        f"{EXPORT}/rows.py",
+        '            part["user"] += users\n',
+        "",
+        "whole/predict/events_test.py",
+    ),
+    Mistake(
+        "lists are cut from their beginning",
+        f"{EXPORT}/rows.py",
         "at)[: ids.shape[1]]",
         "at)[-ids.shape[1] :]",
         "unit/export/encoding_test.py",
@@ -114,8 +128,8 @@ MISTAKES = [
     Mistake(
         "the sizes that were asked for are not exported",
         f"{EXPORT}/folder.py",
-        "batch_sizes or (*(x for x in _SMALL if x < own), own)",
-        "(*(x for x in _SMALL if x < own), own)",
+        "asked or (*(x for x in small if x < own), own)",
+        "(*(x for x in small if x < own), own)",
         "unit/export/folder_test.py",
     ),
     Mistake(

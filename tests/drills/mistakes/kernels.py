@@ -167,8 +167,8 @@ MISTAKES = [
     Mistake(
         "a part's gradient is read from the rows of the first part",
         "loka_jax/triton/joined_norm.py",
-        "firsts.append(firsts[-1] + count)",
-        "firsts.append(0)",
+        "firsts=_starts(counts)",
+        "firsts=(0,) * len(counts)",
         "whole/ops/joined_norm_test.py",
     ),
     Mistake(

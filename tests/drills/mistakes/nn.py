@@ -264,11 +264,4 @@ MISTAKES = [
         "a + b",
         "unit/examples/examples_test.py",
     ),
-    Mistake(
-        "the scores of requests are cut at the wrong rows",
-        "examples/serve.py",
-        "np.split(scores, ends[:-1])",
-        "np.split(scores, ends[1:])",
-        "unit/examples/examples_test.py",
-    ),
 ]

@@ -28,8 +28,8 @@ MISTAKES = [
     Mistake(
         "weights' covariances are learned in every observed step",
         f"{TRAIN}/loop_options.py",
-        "step % (self.every * _COVARIANCES_EVERY) == 0",
-        "step % self.every == 0",
+        "rarely = self.every * _COVARIANCES_EVERY",
+        "rarely = self.every",
         "unit/train/config_test.py",
     ),
     Mistake(

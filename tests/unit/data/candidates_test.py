@@ -3,8 +3,15 @@
 import numpy as np
 import pytest
 
-from loka_jax.data.candidates import MOST_CANDIDATES, are_candidates, candidate_batches
+from loka_jax.data.events import batch_of
 from loka_jax.data.reader import record_dtype_of
+from loka_jax.data.sequences import (
+    MOST_CANDIDATES,
+    Shape,
+    are_candidates,
+    candidate_batches,
+    candidate_shape,
+)
 from tests.unit.data.events_test import ALL, BOTH, LAST, SCHEMA, sequences
 
 
@@ -17,11 +24,13 @@ def records_of(*rows):
     return records
 
 
-def batches_of(records, layout, batch_size=8):
-    """Returns the batches of the records without a label."""
+def batches_of(records, layout, batch_size=8, known=None):
+    """Yields the batches of the records without a label, or of known ones."""
     is_new = are_candidates(records)
-    past, new = records[~is_new], records[is_new]
-    return candidate_batches(SCHEMA, past, new, layout, batch_size)
+    past, new = records[~is_new], records[is_new] if known is None else known
+    shapes = [Shape(2048, batch_size, MOST_CANDIDATES)]
+    for arrays, _, numbers in candidate_batches(past, new, layout, shapes):
+        yield batch_of(arrays), numbers
 
 
 NEW = np.nan
@@ -101,7 +110,7 @@ def test_more_candidates_than_a_batch_takes_are_of_several():
 
 def test_known_events_are_judged_on_those_before_them():
     known = RECORDS[~are_candidates(RECORDS)]
-    ((batch, own),) = candidate_batches(SCHEMA, known, known, LAST, 8)
+    ((batch, own),) = batches_of(known, LAST, known=known)
     past = {
         rows[-1][1]: [row[1] for row in rows[1:-1]] for rows in sequences(batch) if rows
     }
@@ -109,3 +118,22 @@ def test_known_events_are_judged_on_those_before_them():
     targets = batch.events.targets[: len(own)]
     assert (batch.events.ids[targets, 0] == known["ids"][own, 1]).all()
     assert not batch.events.answers[targets].any()
+
+
+def test_a_batch_has_the_smallest_shape_that_holds_it_and_no_more_than_the_largest():
+    sizes = [candidate_shape(rows) for rows in (8, 16, 24)]
+    rows = [(user, 9, user, NEW) for user in range(12)]
+    rows += [(1, time, 20 + time, 1) for time in range(6)]
+    rows += [(1, 9, 40 + i, NEW) for i in range(30)]  # more than 19 beside a history
+    records = records_of(*rows)
+    is_new = are_candidates(records)
+    past, new = records[~is_new], records[is_new]
+    found, batches = [], []
+    for batch, shape, numbers in candidate_batches(past, new, LAST, sizes):
+        assert len(batch.events[0]) == shape.rows and len(batch.labels) >= len(numbers)
+        assert batch.events[4][-1] <= shape.rows
+        found += numbers.tolist()
+        batches.append((shape.rows, len(numbers)))
+    assert sorted(found) == list(range(42))
+    # Users 0; 1 with four events; 1 again; and those after it, with a context each.
+    assert batches == [(8, 1), (24, 19), (24, 15), (16, 7)]

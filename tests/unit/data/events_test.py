@@ -8,12 +8,12 @@ import pytest
 
 from loka_jax.data import DataConfig, Position, Schema, open_data
 from loka_jax.data.batch import ids_of_labels
-from loka_jax.data.events import EventDataset, make_log
+from loka_jax.data.events import EventDataset
 from loka_jax.data.reader import record_dtype_of
-from loka_jax.data.sequences import Layout
+from loka_jax.data.sequences import Layout, make_log
 from tests.support.data import write
 
-LAST = Layout(4, 1, False, False, None)
+LAST = Layout(4, 1, False, False, None, actions=1)
 BOTH = LAST._replace(is_interleaved=True)
 ALL = LAST._replace(is_all=True)
 SCHEMA = Schema(

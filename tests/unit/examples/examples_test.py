@@ -6,7 +6,6 @@ That examples learn is in tests/whole.
 import pathlib
 import runpy
 import sys
-from typing import NamedTuple
 from unittest import mock
 
 import jax
@@ -53,11 +52,6 @@ def test_a_step_of_microbatches_follows_the_mean_of_their_gradients():
     np.testing.assert_allclose(after["w"], expected, rtol=1e-4, atol=1e-5)
 
 
-class Inputs(NamedTuple):
-    dense: np.ndarray
-    ids: np.ndarray
-
-
 def test_a_scorer_hands_each_request_the_scores_of_its_rows(tmp_path, monkeypatch):
     (tmp_path / "loader.py").touch()
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -65,11 +59,10 @@ def test_a_scorer_hands_each_request_the_scores_of_its_rows(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "loader", loader)
     model = loader.load.return_value
     model.description = {"name": "run", "step": 3, "path": "secret"}
-    model.probabilities.side_effect = lambda inputs: inputs.dense[:, 0] + inputs.ids
+    model.together.side_effect = lambda batch: [2 * rows for rows in batch]
     scorer = load("serve")["Scorer"](str(tmp_path))
     loader.load.assert_called_once_with(str(tmp_path))
     model.warm.assert_called_once_with()
     assert scorer.health == {"name": "run", "step": 3}
-    rows = np.split(np.arange(6), [2, 3])  # of 2, 1 and 3 rows
-    batch = [Inputs(10.0 * own[:, None], own) for own in rows]
-    assert scorer.run(batch) == [[0, 11], [22], [33, 44, 55]]
+    batch = np.split(np.arange(6), [2, 3])  # of 2, 1 and 3 rows
+    assert scorer.run(batch) == [[0, 2], [4], [6, 8, 10]]

@@ -1,15 +1,17 @@
 """The loader turns rows into the inputs that training makes of them."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from loka_jax.data import DataConfig
+from loka_jax.data import DataConfig, sequences
 from loka_jax.data.blocks import Block
+from loka_jax.data.events import layout_of
 from loka_jax.data.values import Counts
-from loka_jax.export import loader
+from loka_jax.export import rows as raw
 from loka_jax.export.encoding import inputs_of
 from tests.support.predict import encoding_of
 
@@ -52,7 +54,7 @@ def test_one_value_a_field(changes):
         rows["item"] = ["3", "-9223372036854775808", None, "0x1F", "0XFFFFFFFFFFFFFFFF"]
         rows["item"] += ["18446744073709551615", "-1"]
     expected = records(plain, rows)
-    found = loader.Encoding(*inputs_of(plain)).inputs(rows)
+    found = raw.Encoding(*inputs_of(plain)).inputs(rows)
     assert np.array_equal(found.dense, expected["dense"])
     assert np.array_equal(found.ids, expected["ids"])
     assert len(np.unique(found.ids)) > 3
@@ -65,7 +67,7 @@ def test_lists(weights):
     )
     plain = encoding_of(config, slots=(3, 2))
     expected, rows = records(plain, ROWS | LISTS), ROWS | LISTS
-    found = loader.Encoding(*inputs_of(plain)).inputs(rows)
+    found = raw.Encoding(*inputs_of(plain)).inputs(rows)
     for bag, (ids, own) in enumerate(found.bags):
         assert np.array_equal(ids, expected[f"bag_{bag}"])
         if (name := f"bag_weights_{bag}") in expected.dtype.names:
@@ -89,13 +91,13 @@ def test_a_bad_value_is_named(column, value, changes, said):
     rows = {"price": [1, 2], "age": [1, 2], "user": ["u1", "u1"], "item": [3, 3]}
     rows[column] = [rows[column][0], value]
     with pytest.raises(ValueError, match=said):
-        loader.Encoding(*spec).inputs(rows)
+        raw.Encoding(*spec).inputs(rows)
 
 
 def test_columns_and_weights_must_be_there_and_equally_long():
     def refused(config, rows, said, **options):
         with pytest.raises(ValueError, match=said):
-            loader.Encoding(*inputs_of(encoding_of(config, **options))).inputs(rows)
+            raw.Encoding(*inputs_of(encoding_of(config, **options))).inputs(rows)
 
     rows = {name: values[:1] for name, values in ROWS.items()}
     refused(CONFIG, {"price": [1], "age": [1], "item": [3]}, "is no column 'user'")
@@ -106,3 +108,58 @@ def test_columns_and_weights_must_be_there_and_equally_long():
         ([1.0, -1.0], r"row 1 column 'w' .* no weight in 0 to"),
     ):
         refused(lists, rows | {"t": [["a", "b"]], "w": [weights]}, said, slots=(3,))
+
+
+EVENTS = {
+    "user": ["b", "a", "b", "b", "a", "c", "b"],
+    "when": ["2024-01-02T03:04:05.25", "2024-01-01", "2024-01-01 00:00:00"]
+    + ["2024-01-03 00:00", "2024-02-01", "2024-02-01", "2024-01-02"],
+    "item": [3, 7, None, 99, 3, 7, 3],
+    "device": ["x", "", "y", "x", None, "z", "x"],
+    "click": [1, 0, None, None, None, None, "1"],
+    "buy": [None, 1, 0, None, None, "", 0],
+}
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        EVENTS["when"],
+        ["2024-01-02T03:04:05+01:00", *["2024-01-02T02:04:05Z"] * 6],
+        [7, 1.5, 3, "9", 9, 1e9, 4],
+    ],
+)
+def test_events_become_the_batches_of_predictions(times):
+    config = DataConfig(
+        kind="table",
+        labels=("click", "buy"),
+        context=("device",),
+        categorical=("item",),
+        user="user",
+        time="when",
+        history=2,
+    )
+    plain, rows = encoding_of(config), EVENTS | {"when": times}
+    layout = layout_of(config, plain.schema)
+    spec, arrays = inputs_of(plain, layout)
+    encoding = raw.encoding_of(json.loads(json.dumps(spec)), arrays, sequences)
+    as_text = {x: [None if y is None else str(y) for y in rows[x]] for x in rows}
+    block = Block(pa.table(as_text), np.arange(1, 8), "rows")
+    expected = plain.records([block], Counts(), labels="some")
+    found = encoding.inputs(rows)
+    for name in ("time", "ids", "label"):
+        np.testing.assert_array_equal(found[name], expected[name])
+    assert encoding.columns == ("device", "item", "user", "when", "click", "buy")
+    assert encoding.num_scores(found) == 3
+    is_new, shapes = sequences.are_candidates(expected), [sequences.candidate_shape(12)]
+    parts = expected[~is_new], expected[is_new], layout, shapes
+    ((batch, _, numbers),) = sequences.candidate_batches(*parts)
+    ((size, inputs, own),) = encoding.batches(found, (12,))
+    assert size == 12 and sorted(own) == sorted(numbers) == [0, 1, 2]
+    # Users have other keys, and their sequences come in another order.
+    places = inputs.bags[5][np.argsort(own)], batch.events[5][np.argsort(numbers)]
+    for x, y in zip(inputs.bags[:4], batch.events[:4], strict=True):
+        np.testing.assert_array_equal(x[places[0]], y[places[1]])
+    assert sorted(np.diff(inputs.bags[4])) == sorted(np.diff(batch.events[4]))
+    blank = encoding.blank(12)
+    assert [x.shape for x in blank.bags] == [x.shape for x in inputs.bags]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax.data import Schema
+from loka_jax.data import DataConfig, Schema
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.export import export_run, folder, loader
 from loka_jax.export.encoding import inputs_as_given
@@ -29,17 +29,19 @@ SCHEMA = Schema(
 
 
 STAND_INS = ("open_run", "read_trained", "plan_of", "make_form", "write_model", "plans")
-STAND_INS += ("schema_of", "inputs_as_given", "load_encoding", "inputs_of")
+STAND_INS += ("schema_of", "inputs_as_given", "load_encoding", "inputs_of", "model_of")
+CLICKS = DataConfig()
 
 
-def asked(batch_size=128, encoding=None, **options):
+def asked(batch_size=128, encoding=None, data=CLICKS, **options):
     """Returns what is called for options of `export_run`, by name, and its forms."""
     with mock.patch.multiple(folder, **dict.fromkeys(STAND_INS, mock.DEFAULT)) as found:
         seen = SimpleNamespace(**found)
         meta = {"encoding": encoding, "plan": "saved"}
         seen.open_run.return_value.saved.meta = meta
-        seen.open_run.return_value.config.data.is_log = False
-        seen.read_trained.return_value.config.loop.batch_size = batch_size
+        loop = SimpleNamespace(batch_size=batch_size)
+        for run in (seen.open_run.return_value, seen.read_trained.return_value):
+            run.config = SimpleNamespace(data=data, loop=loop)
         seen.plan_of.side_effect = lambda plan, *_: plan
         seen.write_model.side_effect = lambda _, __, forms, *___: [*forms]
         export_run("run", "model", **options)
@@ -73,6 +75,28 @@ def test_asked_sizes_platforms_and_plans_are_exported():
     assert seen.write_model.call_args.args[1] is seen.inputs_of.return_value
     with pytest.raises(ValueError, match="--batch-sizes 0 must be 1 or more"):
         asked(batch_sizes=(4, 0))
+
+
+def test_sizes_of_a_run_on_events_are_rows():
+    log = DataConfig(kind="events", rows=(5, 21), history=6)
+    own = asked(600, data=log, platforms=("cpu",))  # of 8 rows each
+    assert [form[1] for form in own.forms] == [128, 512, 2048, 4864]
+    (layout,) = own.inputs_as_given.call_args.args[1:]
+    assert (layout.history, layout.contexts, layout.longest) == (6, 1, 8)
+    assert own.model_of.call_args.kwargs == {"scores_candidates": True}
+    few = asked(data=log, batch_sizes=(8, 2), platforms=("cpu",))
+    assert [form[1] for form in few.forms] == [2, 8]
+    with pytest.raises(ValueError, match="--batch-sizes 1 must be 2 or more"):
+        asked(data=log, batch_sizes=(8, 1))
+    with pytest.raises(ValueError, match="7 are fewer rows than the 8 of the longest"):
+        asked(data=log, batch_sizes=(2, 7))
+
+
+def test_a_run_on_lists_without_labels_is_refused():
+    lists = {"lists": ("item=items", "when=times"), "time": "when", "label": "click"}
+    data = DataConfig(kind="table", categorical=("item",), **lists)
+    with pytest.raises(ValueError, match="tells events from candidates by their label"):
+        asked(encoding={"a": "digest"}, data=data)
 
 
 @pytest.fixture(scope="module")
@@ -136,5 +160,5 @@ def test_a_damaged_folder_is_refused(exported, tmp_path):
     del value["digest"]
     value |= {"format": 1, "digest": loader.digest_of(value | {"format": 1})}
     (copy / "model.json").write_text(json.dumps(value))
-    with pytest.raises(ValueError, match="has format 1, and this loader reads 2: use"):
+    with pytest.raises(ValueError, match="has format 1, and this loader reads 3: use"):
         loader.load(copy)

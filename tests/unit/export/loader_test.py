@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from loka_jax.export import loader
+from loka_jax.export import rows as raw
 from loka_jax.train.placement import INFERENCE_OPTIONS
 
 
@@ -16,6 +17,7 @@ def model_of(sizes, tasks=("label",)):
     """
     model, batches = object.__new__(loader.Model), []
     model.batch_sizes, model.tasks = sizes, tasks
+    model.encoding = object.__new__(raw.Encoding)
 
     def program(size):
         def run(inputs):
@@ -35,7 +37,7 @@ def inputs_of(values):
     rows = len(values)
     dense = np.array(values, np.float32).reshape(rows, 1)
     ids = np.zeros((rows, 1), np.int32)
-    return loader.Inputs(dense, ids, ((np.zeros((rows, 2), np.int32), None),))
+    return raw.Inputs(dense, ids, ((np.zeros((rows, 2), np.int32), None),))
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,16 @@ def test_each_task_has_a_column_and_probabilities_are_those_of_float64():
     exact = 1 / (1 + np.exp(-np.array(logits[1:], np.float64)))
     found = model_of((8,))[0].probabilities(inputs_of(logits))
     assert found.tolist() == [0, *exact.astype(np.float32).tolist()]
+
+
+def test_each_request_has_the_scores_of_its_rows():
+    model, batches = model_of((3, 8))
+    parts = model.together([inputs_of(x) for x in ([0, 1], [2], [3, 4, 5])])
+    assert batches == [[0, 1, 2, 3, 4, 5, 0, 1]]
+    assert [len(part) for part in parts] == [2, 1, 3]
+    assert np.array_equal(
+        np.concatenate(parts), model.probabilities(inputs_of(range(6)))
+    )
 
 
 def test_a_folder_for_another_machine_is_refused(monkeypatch, tmp_path):

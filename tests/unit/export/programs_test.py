@@ -11,8 +11,9 @@ from loka_jax.dispatch.local import Local, shipped_path
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import Decision
-from loka_jax.export import loader, programs
+from loka_jax.export import programs
 from loka_jax.export.encoding import inputs_as_given
+from loka_jax.export.rows import Encoding
 from loka_jax.ops.device import HOPPER
 from loka_jax.site import Choice
 from tests.support.export import blank_dlrm
@@ -86,7 +87,7 @@ def test_a_program_with_kernels_names_their_gpu(monkeypatch, kernels, capability
     trained, weights = blank_dlrm(), []
     runs = {"site": "pallas"}
     form = programs.Form("cuda", 16, trained.config.model, HOPPER, runs, {"a": "b"})
-    encoding = loader.Encoding(*inputs_as_given(trained.schema))
+    encoding = Encoding(*inputs_as_given(trained.schema))
     program = programs.make_program(trained, form, encoding, weights)
     assert program.content == b"program" and len(weights) == 2
     expected = {"platform": "cuda", "batch_size": 16, "compute_capability": capability}

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 from loka_jax.data import Events
 from loka_jax.models import Hstu
+from loka_jax.nn import group as group_lib
 from tests import support
-from tests.support.nn import listed
+from tests.support.nn import listed, record_calls
 
 B, P, K, D, TASKS = 3, 1, 2, 8, 2
 LENGTHS = (6, 0, 4)
@@ -204,3 +206,30 @@ def test_every_product_is_a_site():
     others = {"item_mlp/dense_0", "item_mlp/dense_1", "context", "head_mlp/dense_0"}
     assert set(sites) == of_layers | others | {"head"}
     assert sites["head"].recipe == "f32"
+
+
+def test_products_of_a_layer_run_in_groups_with_its_norm_and_sum(monkeypatch):
+    given = inputs()
+    by_xla = MODEL.clone(recipe="bf16", dim=16, implementation="xla")
+    params = initialized(by_xla, *given)
+    calls = record_calls(monkeypatch, (group_lib, "run_group"))
+
+    def loss(model, params, *given):
+        return jnp.mean(model.apply({"params": params}, *given) ** 2)
+
+    def both(model):
+        step = jax.value_and_grad(functools.partial(loss, model))
+        return jax.jit(step)(params, *given)
+
+    expected = both(by_xla)
+    assert not calls
+    found = both(by_xla.clone(implementation="group"))
+    assert "xla" not in {
+        x.choice.provider for _, (_, plans, *_) in calls for x in plans
+    }
+    layers = [[type(x.member).__name__ for x in own.layers] for _, (own, *_) in calls]
+    assert layers.count(["NoneType", "Member"]) == layers.count(["Member"]) - 1 == 2
+    # Each is off float32 by a rounding or two of each value.
+    exact, *rounded = (ravel_pytree(x)[0] for x in (both(MODEL), found, expected))
+    errors = [np.linalg.norm(x - exact) / np.linalg.norm(exact) for x in rounded]
+    assert max(errors) <= 2**-6 and errors[0] <= 2 * errors[1]

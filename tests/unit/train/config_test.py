@@ -93,6 +93,7 @@ NAN = float("nan")
         (lambda: RunOptions(profile="5:0"), "must be START:STEPS"),
         (lambda: RunOptions(watchdog=1e6 + 1), "at most 1,000,000"),
         (lambda: ProbeOptions(every=-1), "--probe.every -1 must be at least 0"),
+        (lambda: ProbeOptions(begin=-1), "--probe.begin -1 must be at least 0"),
         (lambda: ProbeOptions(decay=0.0), "decay 0.0 must be in (0, 1]"),
         (lambda: DispatchOptions(tune_seconds=NAN), "seconds nan must be positive"),
         (lambda: DispatchOptions(check_seconds=0.0), "seconds 0.0 must be positive"),
@@ -135,6 +136,11 @@ def test_steps_are_observed_when_they_are_due():
     assert options.first_review() == 6 and ProbeOptions(every=64).first_review() == 81
     observed = [x for x in range(130) if ProbeOptions(every=64).config_at(x)]
     assert observed == [0, 16, 32, 48, 64, 80, 128]
+    later = ProbeOptions(every=64, begin=128)
+    due = {step: x for step in range(260) if (x := later.config_at(step)) is not None}
+    assert list(due) == [128, 144, 160, 176, 192, 208, 256]
+    assert [step for step, x in due.items() if x.moves_weight_covariances] == [128]
+    assert later.first_review() == 128 + 81
 
 
 def test_the_model_of_a_run_has_the_tasks_and_columns_of_its_data():

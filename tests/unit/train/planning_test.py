@@ -13,6 +13,7 @@ from loka_jax.site import Choice
 from loka_jax.train import build as build_lib
 from loka_jax.train import planning
 from loka_jax.train.config import DispatchOptions
+from loka_jax.train.mesh.devices import MeshConfig
 from tests.support import train as support
 from tests.support import without_data
 
@@ -43,34 +44,48 @@ def test_a_table_decides(tmp_path):
     assert set(dict(run.plan.choices)) == set(planned) and run.reviewer is None
 
 
-# FP8 saves a second of two at two sites; three programs of three sites take 11 s.
+# FP8 halves the time of two sites. A program of three sites takes 3.6 s to compile, and
+# FP8 needs two of them; the one that observes is compiled in the steps before it, and
+# the first review is 81 steps later.
 @pytest.mark.parametrize(
-    "source, every, steps, observed",
+    "source, every, steps, us, begin",
     [
-        ("another", None, 20, True),
-        ("another", None, 8, False),  # a short run
-        ("another", 0, 20, False),
-        ("another", 7, 20, False),
-        (None, None, 20, False),  # errors are known
+        ("another", None, 146, 1e6, 64),
+        ("another", None, 146, 4e4, 64),  # for later runs
+        ("another", None, 600, 1e4, 192),
+        ("another", None, 145, 1e6, None),  # a short run
+        ("another", 0, 146, 1e6, None),
+        ("another", 7, 146, 1e6, None),
+        (None, None, 146, 1e6, None),  # errors are known
     ],
 )
-def test_a_run_is_observed_where_finding_out_pays(
-    tmp_path, source, every, steps, observed
-):
-    times = {"bf16_us": 1e6, "fp8_us": 5e5}
+def test_a_run_is_observed_where_fp8_gains(tmp_path, source, every, steps, us, begin):
+    times = {"bf16_us": us, "fp8_us": us / 2}
     path = support.write_table(tmp_path / "table.json", source=source, **times)
     run = build_lib.build(_config())
     chosen = planning.choose_plan(
         _config(plan=str(path), every=every), run.sites, steps, source=run.source
     )
-    assert chosen.is_observed == observed
-    is_short = steps == 8
+    assert chosen.observed_from == begin
     said = [note for note in chosen.notes if "FP8 may save" in note]
-    assert len(said) == observed + is_short
-    saves, costs = 1.0 * steps, 3 * 1.2 * len(run.sites)
+    is_short = steps == 145
+    assert len(said) == (begin is not None) + is_short
+    saves, costs = us * steps / 1e6, 2 * 1.2 * len(run.sites)
     for note in said:
         assert f"may save {saves:.0f} s" in note and f"some {costs:.0f} s" in note
         assert ("does not look" in note) is is_short
+        assert is_short or f"from step {begin} on" in note
+        assert is_short or ("for this run" in note) is (saves > costs)
+
+
+def test_a_run_on_several_devices_is_observed_at_once_where_fp8_pays(tmp_path):
+    times = {"bf16_us": 1e6, "fp8_us": 5e5}
+    path = support.write_table(tmp_path / "table.json", source="another", **times)
+    run, config = build_lib.build(_config()), _config(plan=str(path))
+    config = dataclasses.replace(config, mesh=MeshConfig(replicas=2))
+    for steps, begin in ((20, 0), (8, None)):  # three programs take 11 s
+        chosen = planning.choose_plan(config, run.sites, steps, source=run.source)
+        assert chosen.observed_from == begin
 
 
 def test_a_table_that_does_not_hold_is_refused(tmp_path):

@@ -41,7 +41,7 @@ def sessions(monkeypatch):
 
     def build(config, plan, say, base):
         found.built_with.append((plan, base))
-        found.every.append(config.probe.every)
+        found.every.append((config.probe.every, config.probe.begin))
         run = StandInRun(config, [], 8)
         vars(run.splits).update(identity={"rows": found.rows}, encoding_digest=None)
         return run
@@ -172,19 +172,21 @@ def test_a_session_may_go_on_from_another_run(tmp_path, monkeypatch, sessions):
     assert len(others) == 8 + 4  # its own steps, and their evaluations
 
 
-@pytest.mark.parametrize("asked, observed", [(None, LOOK_EVERY), (7, 7)])
+@pytest.mark.parametrize("asked, observed", [(None, (LOOK_EVERY, 128)), (7, (7, 0))])
 def test_a_run_resumes_with_the_plan_and_the_observation_of_its_checkpoint(
     sessions, asked, observed
 ):
     run = dataclasses.replace(config(), probe=ProbeOptions(every=asked))
-    with_probe = dataclasses.replace(SAVED, leaves={"probe/site": None})
+    meta = SAVED.meta | {"config": {"probe": {"begin": 128}}}
+    with_probe = dataclasses.replace(SAVED, leaves={"probe/site": None}, meta=meta)
     without_plan = dataclasses.replace(SAVED, meta={"data": {"rows": 148}})
     for saved in (SAVED, with_probe, without_plan):
         start = SOURCE._replace(saved=saved, is_resumed=True)
         session._build(run, None, mock.MagicMock(), start)
     session._build(run, None, mock.MagicMock(), None)
     assert sessions.built_with == [({"a": 1}, None)] * 2 + [({}, None), (None, None)]
-    assert sessions.every == [asked, observed, asked, asked]
+    own = asked, 0
+    assert sessions.every == [own, observed, own, own]
 
 
 def test_options_that_decide_what_a_run_learns_may_not_change():

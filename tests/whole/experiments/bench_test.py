@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench import jagged_attention
+from experiments.bench import candidates, jagged_attention, latency
 from loka_jax.ops.jagged_attention import BY_XLA
 
 
@@ -17,6 +17,20 @@ def test_attention_is_timed_by_xla_in_both_forms(tmp_path):
     forms = {f"xla {x} {y}" for x in ("dense", "jagged") for y in ("forward", "both")}
     assert row["forms"].keys() == forms
     assert all(record["us"] > 0 for record in row["forms"].values())
+
+
+def test_candidates_of_one_history_are_timed_in_one_pass(tmp_path, monkeypatch):
+    monkeypatch.setattr(latency, "_LEAST_CALLS", 3)
+    out, sizes = tmp_path / "candidates.json", {"histories": (8,), "candidates": (1, 9)}
+    candidates.main(candidates.Arguments(config="fp8_hstu", out=out, **sizes))
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["candidates"] for row in rows] == [1, 9]
+    assert rows[0]["over_single_passes"] == 1
+    ratio = 9 * rows[0]["p50_us"] / rows[1]["p50_us"]
+    assert rows[1]["over_single_passes"] == ratio
+    call = candidates.call_of(candidates.model_with("fp8_hstu", 8), 8, 9)
+    (scores,) = call()
+    assert len(np.unique(scores[:9])) > 1 and np.isfinite(scores).all()
 
 
 def test_both_forms_of_xla_are_one_attention():

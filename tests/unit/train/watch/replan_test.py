@@ -245,7 +245,7 @@ def test_live_errors_are_kept_for_the_next_run_of_the_same(run, monkeypatch):
     sites = run.list_sites(DispatchPlan())
     chosen = planning.choose_plan(config, sites, 20, source=run.source)
     assert [dict(chosen.plan.choices)[path] for path in SITES] == [ROW] * 2
-    assert chosen.is_observed
+    assert chosen.observed_from == 0
     # Another run's, of other sizes, forged for another device, torn.
     assert learned.kept_errors("another", run.sites) == {}
     smaller = [with_rows(site, 0.5) for site in run.sites]
