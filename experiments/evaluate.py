@@ -12,8 +12,8 @@ import dataclasses
 import pathlib
 import sys
 
-from experiments.options import parse_alone
-from loka_jax.commands import leave_on_interrupt, unwind_on_sigterm
+from experiments.options import run_alone
+from loka_jax.commands import leave_on_interrupt
 from loka_jax.terminal import printable
 
 
@@ -50,12 +50,7 @@ class Arguments:
 
 def main(line: list[str]) -> int:
     """Runs one command line; returns the exit code."""
-    arguments = parse_alone(Arguments, line, "evaluate.py", __doc__)
-    print(f"Reading {arguments.workdir} ...", flush=True)
-    from experiments.cli import run_cli  # imports JAX: not before --help
-
-    unwind_on_sigterm()
-    return run_cli(lambda: _run(arguments))
+    return run_alone(Arguments, line, "evaluate.py", __doc__, _run)
 
 
 def _run(arguments: Arguments) -> int:

@@ -6,12 +6,15 @@ tyro says itself what is wrong with a value, and ends with code 2. Needs no JAX.
 import dataclasses
 import difflib
 import os
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import tyro
 
-from loka_jax.commands import as_commands, command
+from loka_jax.commands import as_commands, command, unwind_on_sigterm
 from loka_jax.options import option_of
+from loka_jax.terminal import printable
 
 _OF_FLAX = {"name", "parent"}  # fields of its modules
 
@@ -64,6 +67,29 @@ def parse_alone[T](
         prog=command(script),
         description=as_commands(text or ""),
     )
+
+
+def run_alone[T](
+    kind: type[T],
+    arguments: list[str],
+    script: str,
+    text: str | None,
+    run: Callable[[T], int],
+) -> int:
+    """Runs a command on the run in `workdir`; returns the exit code.
+
+    Arguments but `run` are those of `parse_alone`. JAX is imported when they are right.
+    """
+    try:
+        options: Any = parse_alone(kind, arguments, script, text)
+    except ValueError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return 2
+    print(f"Reading {options.workdir} ...", flush=True)
+    from experiments.cli import run_cli  # imports JAX: not before --help
+
+    unwind_on_sigterm()
+    return run_cli(lambda: run(options))
 
 
 def asks_for_help(arguments: list[str]) -> bool:

@@ -14,8 +14,8 @@ import pathlib
 import sys
 from typing import Literal
 
-from experiments.options import parse_alone
-from loka_jax.commands import leave_on_interrupt, unwind_on_sigterm
+from experiments.options import run_alone
+from loka_jax.commands import leave_on_interrupt
 from loka_jax.terminal import printable
 
 
@@ -70,16 +70,7 @@ class Arguments:
 
 def main(line: list[str]) -> int:
     """Runs one command line; returns the exit code."""
-    try:
-        arguments = parse_alone(Arguments, line, "predict.py", __doc__)
-    except ValueError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return 2
-    print(f"Reading {arguments.workdir} ...", flush=True)
-    from experiments.cli import run_cli  # imports JAX: not before --help
-
-    unwind_on_sigterm()
-    return run_cli(lambda: _run(arguments))
+    return run_alone(Arguments, line, "predict.py", __doc__, _run)
 
 
 def _run(arguments: Arguments) -> int:

@@ -115,12 +115,7 @@ def _add_refusals(
         config=name,
     )
     refused = refusals(
-        run,
-        state,
-        plan,
-        limit=options.limits.loss,
-        max_batches=max_batches,
-        say=say,
+        run, state, plan, limit=options.limits.loss, max_batches=max_batches, say=say
     )
     sources = {f"{name} {site}": reason for site, reason in refused.items()}
     entries = {

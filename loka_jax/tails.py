@@ -34,14 +34,7 @@ from loka_jax.normed import NO_VECTORS, Epilogue, NormVectors
 
 @struct.dataclass
 class Scale:
-    """A scale where it lies: an entry of a vector.
-
-    Kernels read it there. Of its own it would be one more kernel, which copies it.
-
-    Attributes:
-        vector: float32.
-        at: its index.
-    """
+    """A scale where it lies: an entry of a float32 vector."""
 
     vector: Float[Array, "s"]
     at: int = struct.field(pytree_node=False, default=0)

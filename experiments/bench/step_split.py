@@ -80,7 +80,7 @@ def main(arguments: Arguments) -> None:
                 "plan": plan_rows(run.plan),
             }
             for arm, run in runs.items()
-        },
+        }
     }
     results.write(arguments.out, result)
     _print(result)

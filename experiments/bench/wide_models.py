@@ -51,11 +51,7 @@ from loka_jax import nn
 from loka_jax.dispatch.first_use import as_if_accurate
 from loka_jax.dispatch.local import local_performance
 from loka_jax.dispatch.plan import make_plan
-from loka_jax.measure.compiling import (
-    NO_CAPTURE,
-    Lowered,
-    compile_lowered,
-)
+from loka_jax.measure.compiling import NO_CAPTURE, Lowered, compile_lowered
 from loka_jax.measure.timing import profile_kernels
 from loka_jax.nn.group import WIDE
 from loka_jax.optim import OptimConfig, make_dense_optimizer

@@ -1,13 +1,6 @@
 """The tables of times of models and of their sites."""
 
-from experiments.tables.cells import (
-    Row,
-    Table,
-    gains,
-    number,
-    numbers,
-    times,
-)
+from experiments.tables.cells import Row, Table, gains, number, numbers, times
 
 _WUKONG = "Wukong M, 16,384 = wukong_m 16384; "
 _L = "Wukong L, 16,384 = wukong_l 16384; "

@@ -101,7 +101,6 @@ class Columns:
 
     Attributes:
         label: the label column, the first if there are several.
-        dense: the dense columns.
         categorical: the fields with one value.
         multi: the multi-valued fields.
         further_labels: the label columns after the first.
@@ -233,12 +232,7 @@ WHOLE = Part()
 
 @runtime_checkable
 class Dataset(Protocol):
-    """One split: a set of examples that can be read from any position.
-
-    Attributes:
-        schema: the columns and table sizes.
-        num_examples: the number of examples in one epoch.
-    """
+    """One split: a set of examples that can be read from any position."""
 
     schema: Schema
     num_examples: int
@@ -250,12 +244,7 @@ class Dataset(Protocol):
         return -(-self.num_examples // batch_size)
 
     def batch(
-        self,
-        position: Position,
-        batch_size: int,
-        *,
-        shuffle: bool,
-        part: Part = WHOLE,
+        self, position: Position, batch_size: int, *, shuffle: bool, part: Part = WHOLE
     ) -> Batch:
         """Returns a part of the batch at `position`, a pure function of the arguments.
 

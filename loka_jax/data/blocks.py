@@ -129,3 +129,16 @@ def list_lengths(column: pa.Array) -> np.ndarray:
     """Returns the number of elements of each list in int64, 0 for a missing one."""
     lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
     return np.where(column.is_null(), 0, lengths)
+
+
+def as_dates(array: pa.Array) -> pa.Array | None:
+    """Returns a column of dates, or of text as in ISO 8601, as timestamps, or None."""
+    if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
+        return array
+    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+        for zone in (None, "UTC"):
+            try:
+                return array.cast(pa.timestamp("us", zone))
+            except pa.ArrowInvalid:
+                continue
+    return None

@@ -16,15 +16,9 @@ from loka_jax.data.batch import Schema
 from loka_jax.data.blocks import BadRows, Block
 from loka_jax.data.config import DataConfig, columns_of, without_files
 from loka_jax.data.encoding import VocabularyEncoder
-from loka_jax.data.files import (
-    Sources,
-    check_unchanged,
-    left_out,
-    listed,
-    unchanged,
-)
+from loka_jax.data.files import Sources, check_unchanged, left_out, unchanged
 from loka_jax.data.learn import Learner
-from loka_jax.data.places import address_of, shown, stamp_of
+from loka_jax.data.places import address_of, listed, shown, stamp_of
 from loka_jax.data.reader import record_dtype_of
 from loka_jax.data.records import Encoding
 from loka_jax.data.shards import SPLITS, ShardWriter, check_disk, new_folder
@@ -47,9 +41,6 @@ def convert(
     """Converts `sources` to a folder of shards; a failure leaves no folder behind.
 
     Args:
-        config: columns and policies.
-        sources: the files of each split.
-        target: the new folder.
         progress: called with the stage's name and the number of rows read so far.
         base: the encoding to use instead of learning one; new values get its reserved
             rows.

@@ -4,7 +4,7 @@ import functools
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from loka_jax.data.places import (
     existing,
     files_at,
     is_remote,
+    listed,
     partitions_of,
     stamp_of,
 )
@@ -197,12 +198,6 @@ def left_out(config: DataConfig, sources: Sources) -> tuple[str, ...]:
     found = {path.name for path in folder.iterdir() if may_be_data(path)}
     used = {str(file) for files in sources for file in files}
     return tuple(sorted(name for name in found if str(folder / name) not in used))
-
-
-def listed(names: Sequence[str], limit: int = 5) -> str:
-    """Returns the first names, and how many more there are."""
-    more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 def reader_of(config: DataConfig, path: DataFile) -> Reader:

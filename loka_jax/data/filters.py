@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from loka_jax.data.blocks import Block, pc
-from loka_jax.data.dates import as_dates
+from loka_jax.data.blocks import Block, as_dates, pc
 
 _OPERATIONS = {
     "<=": pc.less_equal,

@@ -114,12 +114,7 @@ class GeneratedDataset(Dataset):
         self._sharding: NamedSharding | None = None
 
     def batch(
-        self,
-        position: Position,
-        batch_size: int,
-        *,
-        shuffle: bool,
-        part: Part = WHOLE,
+        self, position: Position, batch_size: int, *, shuffle: bool, part: Part = WHOLE
     ) -> Batch:
         """Returns a part of the batch at `position`, made on JAX's default device.
 

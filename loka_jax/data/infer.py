@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from loka_jax.data.blocks import NULL_WORDS, BadRows, element_type, pc, plain
+from loka_jax.data.blocks import NULL_WORDS, BadRows, as_dates, element_type, pc, plain
 from loka_jax.data.config import DataConfig, columns_of
-from loka_jax.data.dates import as_dates
-from loka_jax.data.files import Sources, column_types, find_sources, listed, reader_of
-from loka_jax.data.places import DataFile
+from loka_jax.data.files import Sources, column_types, find_sources, reader_of
+from loka_jax.data.places import DataFile, listed
 from loka_jax.data.values import MISSING_WORDS
 from loka_jax.terminal import clip
 
@@ -43,12 +42,7 @@ _NAMES = frozenset(
 
 
 class Inferred(NamedTuple):
-    """What the columns of a table are.
-
-    Attributes:
-        config: the options with all columns named.
-        notes: the lines that say so.
-    """
+    """What the columns of a table are: options that name all, and lines that say so."""
 
     config: DataConfig
     notes: tuple[str, ...]

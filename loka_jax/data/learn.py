@@ -165,10 +165,7 @@ def _growth(before: Encoder, after: Encoder, ranked: pa.Table) -> dict[str, int]
     if not isinstance(before, VocabularyEncoder):
         return {}
     new = _unknown(ranked["value"].combine_chunks(), before)
-    return {
-        "new_values": len(new),
-        "new_rows": _reserved(before) - _reserved(after),
-    }
+    return {"new_values": len(new), "new_rows": _reserved(before) - _reserved(after)}
 
 
 NUM_SHOWN = 5  # of the most frequent values
@@ -185,7 +182,6 @@ def column_facts(
     Args:
         ranked: the columns `value` and `count` of the rows that were counted, the most
             frequent values first.
-        num_rows: the number of these rows.
 
     Returns:
         `rows` of its table; `values`, the size of its vocabulary, and `reserved` rows,

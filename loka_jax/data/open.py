@@ -103,7 +103,6 @@ def open_data(
     """Returns the splits of the data that `config` describes.
 
     Args:
-        config: the data and its preprocessing.
         seed: selects the held-out examples of generated data.
         base: a folder with the encoding to use, see `loka_jax.data.saved_encoding`;
             None to learn one from the training rows.
@@ -218,17 +217,9 @@ def _open_planted_events(config: DataConfig, seed: int) -> Splits:
         "true_model_ne": {name: of["the order"] for name, of in ne.items()},
         "best_ne": ne,
     }
-    splits = {split: {"rows": rows, "seed": seed} for split, rows in sizes.items()}
-    model = {name: getattr(config, name) for name in ("signal", "click_rate")}
-    identity = {"source": "events", "schema": _schema(schema), "model": model}
-    datasets = _event_datasets(schema, records, config)
-    return Splits(
-        train=datasets["train"],
-        valid=datasets["valid"],
-        test=datasets["test"],
-        report=report,
-        identity=identity | splits | _sequences(config),
-    )
+    identity = identity_of_generated(config, seed) | _sequences(config)
+    train, valid, test = _event_datasets(schema, records, config).values()
+    return Splits(train=train, valid=valid, test=test, report=report, identity=identity)
 
 
 def _with_options_of(base: ShardFolder, config: DataConfig) -> DataConfig:
@@ -283,13 +274,8 @@ def _open_generated(config: DataConfig, seed: int) -> Splits:
             "test": generated.true_model_ne(test),
         },
     }
-    return Splits(
-        train=train,
-        valid=valid,
-        test=test,
-        report=report,
-        identity=identity_of_generated(config, seed),
-    )
+    identity = identity_of_generated(config, seed)
+    return Splits(train=train, valid=valid, test=test, report=report, identity=identity)
 
 
 def cached_shards(
@@ -366,9 +352,11 @@ def identity_of_generated(config: DataConfig, seed: int) -> dict:
     """
     sizes = generated.split_sizes(config)
     splits = {split: {"rows": rows, "seed": seed} for split, rows in sizes.items()}
+    is_log = config.is_log
+    schema = planted_events.schema_of_events if is_log else generated.schema_of
     return {
-        "source": "generated",
-        "schema": _schema(generated.schema_of(config)),
+        "source": config.kind,
+        "schema": _schema(schema(config)),
         "model": {name: getattr(config, name) for name in ("signal", "click_rate")},
         **splits,
     }

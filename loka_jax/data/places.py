@@ -11,7 +11,7 @@ import pathlib
 import re
 import stat
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -34,7 +34,6 @@ class RemoteFile:
 
     Attributes:
         uri: its address, such as s3://bucket/logs/part-0.parquet.
-        size: in bytes.
         written: the time of the last writing, in nanoseconds since 1970.
     """
 
@@ -144,7 +143,7 @@ def existing(path: str | pathlib.Path) -> pathlib.Path:
         raise ValueError(f"{path} does not exist: there is no folder {folder} either.")
     names = sorted(entry.name for entry in folder.iterdir())
     hint = did_you_mean(path.name, names, cutoff=0.5).strip()
-    hint = hint or f"the folder holds {_first(names) or 'nothing'}."
+    hint = hint or f"the folder holds {listed(names) or 'nothing'}."
     raise ValueError(f"{path} does not exist: {hint}")
 
 
@@ -258,6 +257,7 @@ def _regex(part: str) -> str:
     )
 
 
-def _first(names: list[str], limit: int = 5) -> str:
+def listed(names: Sequence[str], limit: int = 5) -> str:
+    """Returns the first names, and how many more there are."""
     more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -112,10 +112,7 @@ def _effect_rows(
 
 
 def _parts(
-    config: DataConfig,
-    world: World,
-    z: Float[Array, "B n"],
-    ids: Int[Array, "B F"],
+    config: DataConfig, world: World, z: Float[Array, "B n"], ids: Int[Array, "B F"]
 ) -> Float[Array, "B 3"]:
     """Returns the logit's dense, id and pair parts, not yet weighted."""
     amplitude, frequency, phase, slope = (w[None, :] for w in world.dense_waves)
@@ -204,7 +201,6 @@ def expected_distinct(rows: int, draws: int, zipf: float | None) -> float:
 
     Args:
         rows: of a table; ids are 1..rows-1.
-        draws: the number of ids.
         zipf: exponent of `P(k) ~ k^-zipf`, as `zipf_ids` draws it; None if nothing is
             known, for the most that there can be.
     """

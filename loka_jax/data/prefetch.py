@@ -37,10 +37,7 @@ def prefetch(
     the batch.
 
     Args:
-        dataset: the source of the batches.
         start: the position of the first batch; epochs follow one another.
-        batch_size: rows of a batch.
-        shuffle: as in `Dataset.batch`.
         num_batches: the number of batches; endless if None.
         depth: the largest number of batches that wait on the device, 1 or more.
         sharding: the batches' placement; JAX's default device if None.
@@ -86,7 +83,6 @@ def placed(batch: Batch, sharding: Sharding | None, part: Part) -> Batch:
         batch: the part that this process has read or made.
         sharding: of the whole batch; None for JAX's default device. Where there are
             several processes, it splits the rows in the order of the processes.
-        part: which part it is.
     """
     if sharding is None or part.count == 1:
         return jax.device_put(batch, sharding)

@@ -59,12 +59,7 @@ class ShardDataset(Dataset):
         self._vocab_sizes = np.asarray(schema.vocab_sizes, np.int32)
 
     def batch(
-        self,
-        position: Position,
-        batch_size: int,
-        *,
-        shuffle: bool,
-        part: Part = WHOLE,
+        self, position: Position, batch_size: int, *, shuffle: bool, part: Part = WHOLE
     ) -> Batch:
         """Returns a part of the batch at `position`, in host memory.
 
@@ -185,8 +180,6 @@ def permute(index: np.ndarray, size: int, key: np.uint64) -> np.ndarray:
 
     Args:
         index: int64, each in [0, size).
-        size: the number of permuted indices, at least 1.
-        key: selects the permutation.
     """
     bits = max(2, (size - 1).bit_length())
     keys = mix(np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _MULTIPLIER ^ key)

@@ -47,8 +47,6 @@ class Encoding:
     """How raw columns become inputs of a model.
 
     Attributes:
-        config: the columns and the policies for their values.
-        encoders: the encoder of each field.
         standardizer: of the dense columns, with `transform="standardize"`.
         slots: the most values in a list of each multi-valued column.
         forms: how the training values of each table were written as text, see
@@ -91,7 +89,6 @@ class Encoding:
         """Returns the rows of all blocks as records of `record_dtype`, in their order.
 
         Args:
-            blocks: raw rows.
             counts: counts the values that policies apply to, and the unknown ones.
             labels: which rows have a label. Where only "some" do, labels are NaN of the
                 others; where "none" do, the blocks lack the column, and labels are 0.

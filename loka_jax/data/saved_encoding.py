@@ -68,7 +68,6 @@ def open_encoding(path: pathlib.Path, digest: str) -> ShardFolder:
     """Returns the folder that `save_encoding` wrote, after comparing all digests.
 
     Args:
-        path: the folder.
         digest: the encoding's digest, as a checkpoint names it.
 
     Raises:
@@ -108,10 +107,6 @@ def values_of(
     """Returns the values that have these ids, by column.
 
     One vocabulary is in memory at a time.
-
-    Args:
-        folder: shards, or an encoding.
-        ids: of some columns.
 
     Returns:
         for each id its value; None where many values share it: id 0, and hashes.

@@ -67,7 +67,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         config: the options of the conversion, but for its files.
-        forms: how the values of each table were written as text.
         report: the conversion's counts, policies and sources; {} of an encoding.
     """
 

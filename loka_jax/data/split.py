@@ -12,8 +12,8 @@ import numpy as np
 
 from loka_jax.data.blocks import BadRows, Block
 from loka_jax.data.config import DataConfig, columns_of, features_of
-from loka_jax.data.files import Sources, filters_of, listed, reader_of
-from loka_jax.data.places import DataFile, shown
+from loka_jax.data.files import Sources, filters_of, reader_of
+from loka_jax.data.places import DataFile, listed, shown
 from loka_jax.data.reader import key_of, mix
 from loka_jax.data.values import is_positive, parse_labels, parse_times
 from loka_jax.terminal import clip
@@ -25,10 +25,7 @@ class SplitReader:
     """Reads the files, as often as needed, and gives every row its split."""
 
     def __init__(
-        self,
-        config: DataConfig,
-        sources: Sources,
-        progress: Callable[[str, int], None],
+        self, config: DataConfig, sources: Sources, progress: Callable[[str, int], None]
     ):
         """Opens nothing yet; `progress` takes a stage and the number of rows read."""
         if not sources.valid and not config.valid_fraction > 0:
@@ -162,7 +159,6 @@ class SplitByTime(NamedTuple):
     Attributes:
         since: the first time of the validation rows.
         until: the last time of the training rows.
-        share: the share of the rows that are validation rows.
         is_date: times are microseconds since 1970, read from dates.
     """
 

@@ -43,8 +43,6 @@ def read_text(
     """Yields the file's rows as string columns, empty values as null.
 
     Args:
-        path: the file.
-        columns: the columns to keep.
         bad_rows: counts the rows with a wrong number of columns, which are skipped.
         delimiter: one character.
         names: the names of all columns, if the file has no header line; a file may lack

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from loka_jax.data.blocks import NULL_WORDS, Block, element_type, pc
+from loka_jax.data.blocks import NULL_WORDS, Block, as_dates, element_type, pc
 from loka_jax.data.config import DataConfig
-from loka_jax.data.dates import as_dates
 from loka_jax.terminal import clip
 
 # Spellings of a missing value in a dense column. Categorical columns keep those that
@@ -83,7 +82,6 @@ class Numbers(NamedTuple):
 
     Attributes:
         values: float64; 0 where missing, while NaN and infinities are kept.
-        name: the column in words.
     """
 
     values: np.ndarray

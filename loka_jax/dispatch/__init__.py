@@ -12,6 +12,6 @@ drift       whether operands are still what they were, while training
 tuning      measures the sites of a model; `measuring` one site, in worker processes
 at_start    measures what may matter, within a budget
 first_use   checks what a plan chose, before it runs
-review      a plan by live errors; `entering` if that pays, `learned` keeps them
-printing    tables of sites and plans; `outlook` the last line
+review      a plan by live errors; `learned` keeps them
+printing    tables of sites and plans; `outlook` the last line, and if FP8 pays
 """

@@ -30,6 +30,7 @@ from rich.console import Console
 
 from loka_jax import jsonfile
 from loka_jax.dispatch import plan as plans
+from loka_jax.dispatch.candidates import why_not_runnable
 from loka_jax.dispatch.first_use import CheckedPlan, check_plan
 from loka_jax.dispatch.header import Header, header_here
 from loka_jax.dispatch.local import local_performance
@@ -41,7 +42,6 @@ from loka_jax.dispatch.policy import DEFAULT_LIMITS, Decision, Limits
 from loka_jax.dispatch.printing import print_plan
 from loka_jax.dispatch.processes import same_text
 from loka_jax.dispatch.review import LEAST_STEPS, live_intervals
-from loka_jax.dispatch.runnable import why_not_runnable
 from loka_jax.dispatch.table import RoleErrors
 from loka_jax.measure.timing import time_chains
 from loka_jax.nn import Site
@@ -126,7 +126,6 @@ def adopt(
         seconds: the budget, which checks and times of kernels keep to. The gradients
             are compiled beside: for errors, for scales and, if time is left, to be
             timed as a whole.
-        limits: on errors and speed.
         plan: a file of `Adopted.save`, whose plan is followed; nothing is measured.
         say: takes each sentence, and the table.
 
@@ -140,7 +139,9 @@ def adopt(
             f"from {LEAST_STEPS:.0f} on: give it more."
         )
     of_loss = loss_of(model, variables, loss)
-    sites = _on_a_device(of_loss.sites(batches[0]), batches[0])
+    share = 1 / _devices(batches[0])  # of the rows that one device has
+    sites = of_loss.sites(batches[0])
+    sites = [site if site.is_local else with_rows(site, share) for site in sites]
     if plan is not None:
         followed = _read(pathlib.Path(plan), sites)
         sentence = f"The plan of {plan} is followed."
@@ -204,7 +205,9 @@ class _Choosing:
         planned = self._planned(plan, sentence)
         if all(choice == BF16 for _, choice in plan.choices):
             return planned, sentence, notes
-        in_bf16 = self._planned(_all_bf16(plan, "the whole step is faster in it"), "")
+        slower = Decision(BF16, "the whole step is faster in it")
+        in_bf16 = plan.changed({path: slower for path, _ in plan.decisions})
+        in_bf16 = self._planned(in_bf16, "")
         times = self._times(in_bf16, planned)
         if times is None:
             more = f"{sentence} The whole step was not timed: {_REMEDIES.seconds}."
@@ -288,10 +291,6 @@ def _queue(step: Callable[[], Any], calls: int) -> Any:
     return out
 
 
-def _all_bf16(plan: DispatchPlan, reason: str) -> DispatchPlan:
-    return plan.changed({path: Decision(BF16, reason) for path, _ in plan.decisions})
-
-
 def _adopted(
     of_loss: ModelLoss,
     plan: DispatchPlan,
@@ -329,7 +328,7 @@ def _read(path: pathlib.Path, sites: Sequence[Site]) -> DispatchPlan:
     if reason := _difference(saved.identity.sites, here.sites):
         raise ValueError(f"the plan of {path} is of another model, {reason}: {remedy}.")
     plan = plans.from_json(saved.plan, sites, str(path))
-    if reason := why_not_runnable(plan, sites):
+    if reason := why_not_runnable(dict(plan.choices), sites):
         raise ValueError(f"{path}: {reason}: {remedy}.")
     return plan
 
@@ -340,12 +339,6 @@ def _difference(saved: Mapping[str, str], here: Mapping[str, str]) -> str | None
         if then != now:
             return f"in which {path} was {then}, and here is {now}"
     return None
-
-
-def _on_a_device(sites: Sequence[Site], batch: Any) -> list[Site]:
-    """Returns the sites with the rows that one device has of a batch."""
-    share = 1 / _devices(batch)
-    return [site if site.is_local else with_rows(site, share) for site in sites]
 
 
 def _devices(batch: Any) -> int:

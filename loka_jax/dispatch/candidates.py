@@ -5,11 +5,12 @@ serves dlhs and drhs, and the norm's kernel makes that of dlhs.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
-from loka_jax.ops.device import HOPPER, Device
+from loka_jax.nn import Site
+from loka_jax.ops.device import HOPPER, Device, local_device
 from loka_jax.ops.plan import resolve
-from loka_jax.site import ALONE, Choice, SiteSpec
+from loka_jax.site import ALONE, BF16, Choice, SiteSpec
 
 # Each FP8 recipe for the forward product alone, for it and dlhs, and for all.
 _FP8 = ("fp8_tensorwise", "fp8_tensorwise_delayed", "fp8_rowwise")
@@ -34,13 +35,8 @@ def why_not(choice: Choice, spec: SiteSpec, device: Device = HOPPER) -> str | No
     """Returns why a choice is no candidate at a site of exactly these rows, or None."""
     reason = why_no_fp8(device) if choice.is_fp8 else None
     if choice.provider == "triton":
-        reason = reason or why_no_kernels(device)
+        reason = reason or device.why_not_pallas  # all kernels are for Hopper
     return reason or resolve(spec, choice, device).refusal
-
-
-def why_no_kernels(device: Device) -> str | None:
-    """Returns why none of our kernels run on a device, or None: all are for Hopper."""
-    return device.why_not_pallas
 
 
 def why_no_fp8(device: Device) -> str | None:
@@ -49,6 +45,26 @@ def why_no_fp8(device: Device) -> str | None:
     if capability is None or tuple(map(int, capability.split("."))) >= _FIRST_WITH_FP8:
         return None
     return f"its compute capability is {capability}, and FP8 needs 8.9"
+
+
+def why_not_runnable(
+    choices: Mapping[str, Choice], sites: Sequence[Site]
+) -> str | None:
+    """Returns a clause on a choice, by path, that cannot run here; None if all can."""
+    kernels = [path for path, choice in choices.items() if choice.provider != "xla"]
+    if kernels and local_device().why_not_pallas is not None:
+        return (
+            f"it has kernels for a Hopper GPU at {', '.join(kernels)}, and this "
+            "machine has none"
+        )
+    for site in sites:
+        choice = choices.get(site.path, BF16)
+        reason = why_no_fp8(local_device()) if choice.is_fp8 else None
+        if site.path in kernels:
+            reason = reason or why_not(choice, site.spec)
+        if reason is not None:
+            return f"{choice.name} cannot run at {site.path}: {reason}"
+    return None
 
 
 def candidates(

@@ -55,7 +55,6 @@ def fastest(
     """Returns the choices of a chain that take the least time together.
 
     Args:
-        entries: measurements of each site.
         allowed: the choices of each site, all of them measured.
         name: of the pass, "training" or "inference".
     """

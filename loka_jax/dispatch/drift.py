@@ -180,14 +180,12 @@ class SiteDrift:
     """What the looks at a site have shown.
 
     Attributes:
-        looks: looks so far.
         usual: usual measures, as in `Measures`; None where there are none.
         before: those of the newest look, None where a jump was followed.
         off: looks in a row at which a measure was off.
         home: looks in a row at which all were home.
         why: what was off at the newest look at which anything was.
         left: the decision on the site before it was demoted for it, as JSON values.
-        demotions: the number of times that it was.
         above: looks at which an error was above its limit, less those at which none
             was; it stays at `LONG`.
     """

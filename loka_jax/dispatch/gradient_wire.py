@@ -29,8 +29,6 @@ class GradientSum(NamedTuple):
     """How the dense gradients of a run are summed over its devices.
 
     Attributes:
-        wire: how they travel.
-        reason: a sentence.
         num_bytes: of all of them in float32.
     """
 

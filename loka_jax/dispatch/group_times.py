@@ -56,13 +56,7 @@ type Recipes = Mapping[str, Recipe]
 def group_us(
     group: Group, recipes: Recipes, pass_name: str, roofline: Roofline
 ) -> float:
-    """Returns the predicted microseconds of a group as one operation.
-
-    Args:
-        recipes: of its sites, by path.
-        pass_name: "training" or "inference".
-        roofline: of the device.
-    """
+    """Returns the predicted microseconds of a group, by recipes, as one operation."""
     us = 0.0
     for layer in group.layers:
         if isinstance(layer, Cross):

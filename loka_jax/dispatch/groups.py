@@ -83,7 +83,6 @@ class Deciding(NamedTuple):
     Attributes:
         known: of its sites that are decided, by path.
         apart: the decisions on each site by itself, or in a chain, by path.
-        roofline: of the device.
     """
 
     group: Group
@@ -180,7 +179,8 @@ def _decide_run(deciding: Deciding, run: list[Known]) -> dict[str, Decision]:
     decided = [deciding.apart[x.path] for x in run]
     apart = sum(x.apart_us(decision) for x, decision in zip(run, decided, strict=True))
     times = together | {"apart": apart}
-    without = {"bf16"} if _has_fp8(decided) else {"bf16", "apart"}
+    has_fp8 = any(decision.choice.is_fp8 for decision in decided)
+    without = {"bf16"} if has_fp8 else {"bf16", "apart"}
     best = min(times, key=times.__getitem__)
     best_bf16 = min(without, key=times.__getitem__)
     if times[best_bf16] / times[best] < limits.speedup:
@@ -189,10 +189,6 @@ def _decide_run(deciding: Deciding, run: list[Known]) -> dict[str, Decision]:
         return {}
     choices = fastest if best == "fastest" else in_bf16
     return {x.path: _in_run(deciding, x, choices[x.path]) for x in run}
-
-
-def _has_fp8(decisions: Sequence[Decision]) -> bool:
-    return any(decision.choice.is_fp8 for decision in decisions)
 
 
 def _in_run(deciding: Deciding, x: Known, choice: Choice) -> Decision:

@@ -11,7 +11,7 @@ with respect to it alone.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,46 +33,6 @@ _OPEN = "fp8_tensorwise"  # of a site to which nobody gave a recipe
 _OBSERVER = ErrorsAlone(recipes=tuple(map(get_recipe, RECIPES)))
 
 type Choices = Mapping[str, Choice]
-
-
-@runtime_checkable
-class ModelLoss(Protocol):
-    """A loss of a model and batches."""
-
-    def sites(self, batch: Any) -> tuple[nn.Site, ...]:
-        """Returns the sites that the loss runs, in calling order."""
-        ...
-
-    def errors(self, choices: Choices, batches: Sequence[Any]) -> dict[str, LiveErrors]:
-        """Returns live errors by path, of `RECIPES`, while these choices run."""
-        ...
-
-    def planned(self, choices: Choices, batches: Sequence[Any]) -> tuple[Any, Any]:
-        """Returns the model with these choices, and its variables with scales."""
-        ...
-
-    def step(self, planned: tuple[Any, Any], batch: Any) -> Callable[[], Any]:
-        """Returns a call of the compiled gradients of what `planned` returned."""
-        ...
-
-
-def loss_of(model: Any, variables: Any, loss: Callable[..., Any]) -> ModelLoss:
-    """Returns the loss of a Linen model, or of an NNX model.
-
-    Raises:
-        ValueError: if variables are given for an NNX model, or none for another.
-    """
-    from flax import nnx  # a tenth of a second, which not all need
-
-    is_nnx = isinstance(model, nnx.Module)
-    if is_nnx != (variables is None):
-        kind = "an NNX" if is_nnx else "a Linen"
-        takes = "None, and loss(model, batch)" if is_nnx else "all that init returned"
-        raise ValueError(f"variables of {kind} model must be {takes}.")
-    if is_nnx:
-        return NnxLoss(model, loss)
-    own = model.model if isinstance(model, nn.Planned) else model
-    return LinenLoss(own, variables, loss)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,16 +74,10 @@ class LinenLoss:
         given = self.variables.get(name, {})
         scales = _merged(jax.tree.map(_zeros, made), given)
 
-        def after(scales: Any, variables: Any, batch: Any) -> Any:
-            def told(scales: Any) -> Array:
-                return self._loss(model, {**variables, name: scales}, batch)
+        def told(scales: Any, variables: Any, batch: Any) -> Array:
+            return self._loss(model, {**variables, name: scales}, batch)
 
-            return jax.tree.map(next_table, scales, jax.grad(told)(scales))
-
-        if scales:
-            after = jax.jit(after, compiler_options=untuned_here())
-            for batch in batches:
-                scales = after(scales, self.variables, batch)
+        scales = _after_all(told, scales, self.variables, batches)
         model = dataclasses.replace(model, scales_initialized=True)
         return model, {**self.variables, name: scales}
 
@@ -247,16 +201,10 @@ class NnxLoss:
         model = with_choices(self.model, choices)
         graph, scales, rest = self._with_scales(model, batches[0])
 
-        def after(scales: Any, rest: Any, batch: Any) -> Any:
-            def told(scales: Any) -> Array:
-                return _scalar(self.loss(nnx.merge(graph, scales, rest), batch))
+        def told(scales: Any, rest: Any, batch: Any) -> Array:
+            return _scalar(self.loss(nnx.merge(graph, scales, rest), batch))
 
-            return jax.tree.map(next_table, scales, jax.grad(told)(scales))
-
-        if jax.tree.leaves(scales):
-            after = jax.jit(after, compiler_options=untuned_here())
-            for batch in batches:
-                scales = after(scales, rest, batch)
+        scales = _after_all(told, scales, rest, batches)
         choices = {
             path: choice.with_initialized_scales() for path, choice in choices.items()
         }
@@ -291,6 +239,28 @@ class NnxLoss:
         return graphs[-1], scales, rest
 
 
+type ModelLoss = LinenLoss | NnxLoss
+
+
+def loss_of(model: Any, variables: Any, loss: Callable[..., Any]) -> ModelLoss:
+    """Returns the loss of a Linen model, or of an NNX model.
+
+    Raises:
+        ValueError: if variables are given for an NNX model, or none for another.
+    """
+    from flax import nnx  # a tenth of a second, which not all need
+
+    is_nnx = isinstance(model, nnx.Module)
+    if is_nnx != (variables is None):
+        kind = "an NNX" if is_nnx else "a Linen"
+        takes = "None, and loss(model, batch)" if is_nnx else "all that init returned"
+        raise ValueError(f"variables of {kind} model must be {takes}.")
+    if is_nnx:
+        return NnxLoss(model, loss)
+    own = model.model if isinstance(model, nn.Planned) else model
+    return LinenLoss(own, variables, loss)
+
+
 def _over(
     observe: Callable[..., Any], variables: Any, batches: Sequence[Any]
 ) -> dict[str, LiveErrors]:
@@ -301,12 +271,25 @@ def _over(
         seen = observe(variables, jnp.asarray(step, jnp.float32), batch)
         for path, x in seen.items():
             # All steps count alike, and so do those of each layer of a stack.
-            errors[path] = _sum(errors[path], x) if path in errors else x
+            before = errors.get(path)
+            errors[path] = x if before is None else jax.tree.map(jnp.add, before, x)
     return {path: _largest(x) for path, x in jax.device_get(errors).items()}
 
 
-def _sum(a: LiveErrors, b: LiveErrors) -> LiveErrors:
-    return LiveErrors(a.steps + b.steps, a.sums + b.sums)
+def _after_all(
+    loss: Callable[..., Array], scales: Any, rest: Any, batches: Sequence[Any]
+) -> Any:
+    """Returns the scales after a step on each batch, by a loss of all three."""
+
+    def after(scales: Any, rest: Any, batch: Any) -> Any:
+        gradients = jax.grad(loss)(scales, rest, batch)
+        return jax.tree.map(next_table, scales, gradients)
+
+    if jax.tree.leaves(scales):
+        after = jax.jit(after, compiler_options=untuned_here())
+        for batch in batches:
+            scales = after(scales, rest, batch)
+    return scales
 
 
 def _largest(errors: LiveErrors) -> LiveErrors:

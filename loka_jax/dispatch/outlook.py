@@ -2,6 +2,15 @@
 
 The times are those of the sites, each by itself. What is said to change a plan was
 tried on it: errors or rows were replaced, and the plan made again.
+
+FP8 that a run may enter later is worth it if it saves more of the run than it takes:
+
+    saves    (time of the sites now - by the faster plan) * steps left
+    costs    the steps that are compiled for it: FP8's first and later ones, and one
+             that observes if none has yet
+
+Both are estimates by the times of the sites and by their number, so that runs on one
+kind of device decide alike.
 """
 
 import dataclasses
@@ -22,6 +31,9 @@ from loka_jax.ops.device import local_device
 from loka_jax.site import BF16, SiteSpec
 
 _LARGER = (4, 16)  # batches that are tried
+# Of a step with so many sites; Wukong M's 30 took 37 s on an H200.
+_COMPILE_SECONDS_A_SITE = 1.2
+_PROGRAMS = 2
 
 # From sites, what is known of the times and, if they are not the table's, errors.
 type MakePlan = Callable[..., DispatchPlan]
@@ -45,18 +57,11 @@ def speedup(
     plan: DispatchPlan, sites: Sequence[Site], performance: PerformanceModel
 ) -> float:
     """Returns how many times faster a plan's sites are than by XLA's bfloat16."""
-    bf16_us = sum(
-        performance.estimates(site.spec).entry.times["training"][BF16.name]
-        for site in sites
-        if is_open(site) and _is_timed(site, performance)
-    )
+    entries = (performance.estimates(x.spec).entry for x in sites if is_open(x))
+    times = (entry.times.get("training", {}) for entry in entries)
+    bf16_us = sum(by_name.get(BF16.name, 0.0) for by_name in times)
     us = sites_us(plan, sites, performance)
     return bf16_us / us if us else 1.0
-
-
-def _is_timed(site: Site, performance: PerformanceModel) -> bool:
-    times = performance.estimates(site.spec).entry.times
-    return BF16.name in times.get("training", {})
 
 
 def last_line(
@@ -66,11 +71,7 @@ def last_line(
     make_plan: MakePlan,
     remedies: Remedies,
 ) -> str:
-    """Returns a sentence on what a plan gains, or on what keeps FP8 out of it.
-
-    Args:
-        make_plan: makes the plan of other sites, or by other errors.
-    """
+    """Returns a sentence on what a plan gains, or on what keeps FP8 out of it."""
     if performance is None:
         return _without_times()
     in_fp8 = sum(choice.is_fp8 for _, choice in plan.choices)
@@ -175,3 +176,53 @@ def with_rows(site: Site, share: float) -> Site:
         group = dataclasses.replace(group, rows=rows, layers=layers)
     plan = dataclasses.replace(site.plan, spec=spec(site.spec))
     return dataclasses.replace(site, plan=plan, group=group)
+
+
+class Entering(NamedTuple):
+    """The seconds of a run that FP8 saves, and those that entering it costs."""
+
+    saves: float
+    costs: float
+
+    @property
+    def pays(self) -> bool:
+        """True if it saves more than it costs."""
+        return self.saves > self.costs
+
+    def __str__(self) -> str:
+        """Returns both as a clause."""
+        return (
+            f"FP8 may save {self.saves:,.0f} s of the rest of the run, and entering it "
+            f"takes some {self.costs:,.0f} s"
+        )
+
+
+def entering(
+    sites: Sequence[Site],
+    performance: PerformanceModel,
+    plan: DispatchPlan,
+    faster: DispatchPlan,
+    steps: int,
+    *,
+    is_observed: bool,
+) -> Entering:
+    """Returns what a faster plan saves of some steps, and what entering it costs.
+
+    Args:
+        is_observed: a step that observes has been compiled.
+    """
+    now, then = (sites_us(x, sites, performance) for x in (plan, faster))
+    programs = _PROGRAMS + (not is_observed)
+    costs = programs * _COMPILE_SECONDS_A_SITE * len(sites)
+    return Entering((now - then) * steps / 1e6, costs)
+
+
+def steps_meanwhile(
+    sites: Sequence[Site], performance: PerformanceModel, plan: DispatchPlan
+) -> int:
+    """Returns the steps by a plan that take as long as one program's compilation.
+
+    At most: a step takes longer than its sites.
+    """
+    us = sites_us(plan, sites, performance)
+    return math.ceil(_COMPILE_SECONDS_A_SITE * len(sites) * 1e6 / us)

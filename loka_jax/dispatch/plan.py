@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from loka_jax import jsonfile
-from loka_jax.dispatch.candidates import why_no_fp8, why_no_kernels, why_not
+from loka_jax.dispatch.candidates import why_no_fp8, why_not
 from loka_jax.dispatch.chains import chain_times, fastest
 from loka_jax.dispatch.groups import Deciding, Known, decide_group, groups_of
 from loka_jax.dispatch.heads import BELOW_HEAD, below_heads
@@ -41,11 +41,7 @@ from loka_jax.site import BF16, PROVIDERS, Choice
 
 @dataclasses.dataclass(frozen=True)
 class DispatchPlan:
-    """Decisions by path.
-
-    Attributes:
-        decisions: pairs of path and decision, in calling order.
-    """
+    """Decisions by path, in calling order."""
 
     decisions: tuple[tuple[str, Decision], ...] = ()
 
@@ -125,7 +121,7 @@ class _Options(NamedTuple):
         as sites apart are, and has their time.
         """
         performance = self.performance
-        return None if why_no_kernels(performance.device) else performance.roofline
+        return None if performance.device.why_not_pallas else performance.roofline
 
     def estimates(self, site: Site) -> Estimates:
         return self.performance.estimates(site.spec)
@@ -262,10 +258,7 @@ def _terms(site: Site, options: _Options, not_fp8: Mapping[str, str]) -> Terms:
 
 
 def _decide_together(
-    entries: list[Entry],
-    terms: list[Terms],
-    alone: list[Decision],
-    limits: Limits,
+    entries: list[Entry], terms: list[Terms], alone: list[Decision], limits: Limits
 ) -> list[Decision] | None:
     """Returns the decisions on a chain as a whole, if they are faster than `alone`."""
     name = terms[0].pass_name
@@ -362,9 +355,6 @@ def load(path: pathlib.Path, sites: Sequence[Site]) -> DispatchPlan:
 
 def from_json(value: Any, sites: Sequence[Site], source: str) -> DispatchPlan:
     """Returns the plan of a model's sites from the values of `as_json`.
-
-    Args:
-        source: where the values are from, for messages.
 
     Raises:
         ValueError: if they are not a plan, or a plan for other sites.

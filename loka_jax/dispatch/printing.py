@@ -1,13 +1,13 @@
 """Console output on the sites of a model and its plan: tables of 100 columns at most.
 
-Identical layers are one row, see `folding`.
+Identical layers are one row, see `folded`.
 
 Texts come from files, compilers and paths too. So none is read as markup of Rich, and
 control characters are shown as escapes.
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from loka_jax.dispatch.folding import folded
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import Decision
 from loka_jax.nn import Site
@@ -25,6 +24,8 @@ from loka_jax.terminal import printable
 _MOST_COLUMNS = 100  # of a table
 _LEAST_WIDTH = 10  # of a column that may be wrapped
 _LONGEST_LINE = 30  # of a path
+_MOST_NUMBERS = 4  # of layers, named one by one
+_NUMBER = re.compile(r"(\d+)")
 
 
 def plain(text: str) -> Text:
@@ -145,3 +146,37 @@ def _errors(alike: Sequence[Decision]) -> str:
     if not errors:
         return ""
     return "-".join(dict.fromkeys(f"{x:.3f}" for x in (min(errors), max(errors))))
+
+
+def folded[Key: Hashable, Value](
+    rows: Iterable[tuple[str, Key, Value]],
+) -> Iterator[tuple[str, Key, list[Value]]]:
+    """Yields one row for all whose paths differ by numbers alone, with equal keys.
+
+    Rows have a path, a key and a value. The path of several names them all, as
+    `fmb_{0..7}/dense_0 (8)`; its values are theirs.
+    """
+    alike: dict[Hashable, list[tuple[str, Key, Value]]] = {}
+    for row in rows:
+        alike.setdefault((_NUMBER.sub("#", row[0]), row[1]), []).append(row)
+    for group in alike.values():
+        paths, keys, values = zip(*group, strict=True)
+        yield _name(paths), keys[0], list(values)
+
+
+def _name(paths: Sequence[str]) -> str:
+    """Returns a name of some paths that differ by numbers alone."""
+    if len(paths) == 1:
+        return paths[0]
+    parts = zip(*map(_NUMBER.split, paths), strict=True)
+    return f"{''.join(map(_numbers, parts))} ({len(paths)})"
+
+
+def _numbers(values: Sequence[str]) -> str:
+    several = list(dict.fromkeys(values))
+    if len(several) == 1:
+        return several[0]
+    is_range = several == [str(int(several[0]) + i) for i in range(len(several))]
+    if is_range or len(several) > _MOST_NUMBERS:
+        return f"{{{several[0]}..{several[-1]}}}"
+    return f"{{{','.join(several)}}}"

@@ -30,12 +30,7 @@ from loka_jax.dispatch.drift import HOME
 from loka_jax.dispatch.groups import groups_of
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan, make_plan
-from loka_jax.dispatch.policy import (
-    DEFAULT_LIMITS,
-    Decision,
-    Limits,
-    shares_of_limits,
-)
+from loka_jax.dispatch.policy import DEFAULT_LIMITS, Decision, Limits, shares_of_limits
 from loka_jax.dispatch.table import Entry, RoleErrors, Table
 from loka_jax.group import Cross
 from loka_jax.measure.intervals import Interval, next_value
@@ -54,7 +49,6 @@ class Reviewer:
 
     Attributes:
         sites: of the model without a plan, as `list_sites` returns them.
-        performance: times, measured or predicted.
         limits, rules, config: as in `make_plan`.
     """
 
@@ -81,7 +75,10 @@ class Reviewer:
         within = self._decide(errors, self.limits)
         well_within = within
         if demoted_before:
-            well_within = within | self._decide(errors, _part(self.limits, HOME))
+            healthy, worst = self.limits.healthy, self.limits.worst_row
+            near = dict(healthy=HOME * healthy, worst_row=HOME * worst)
+            limits = dataclasses.replace(self.limits, **near)
+            well_within = within | self._decide(errors, limits)
         demoted, promoted = {}, {}
         for path, now in plan.decisions:
             if path not in errors or within[path].choice == now.choice:
@@ -146,15 +143,6 @@ def _is_faster(best: Decision, now: Decision, limits: Limits) -> bool:
     if best.speedup is None or now.speedup is None:
         return False
     return best.speedup >= limits.speedup * now.speedup
-
-
-def _part(limits: Limits, share: float) -> Limits:
-    """Returns the limits with a share of those on errors."""
-    return dataclasses.replace(
-        limits,
-        healthy=share * limits.healthy,
-        worst_row=share * limits.worst_row,
-    )
 
 
 # How much larger live errors are than drawn ones, by role and measure: the natural

@@ -8,10 +8,10 @@ Layers alike are one line: `Block_{0..11}/Dense_0 (12)`.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from loka_jax.dispatch.folding import folded
 from loka_jax.dispatch.group_times import dense_us
 from loka_jax.dispatch.local import local_performance
 from loka_jax.dispatch.performance import PerformanceModel
+from loka_jax.dispatch.printing import folded
 from loka_jax.nn import Site
 from loka_jax.recipe import ROLES
 from loka_jax.site import BF16

@@ -37,7 +37,6 @@ class Job:
 
     Attributes:
         command: a Python script, or a command of `loka`, and its arguments.
-        processes: how many there are.
         logs: the folder of their logs, which exists.
         cpu_devices: CPU devices of each process; None for one GPU each.
     """

@@ -74,7 +74,8 @@ class Numerics:
             # The kernel of the norm gives each row of dz a scale: one for all rows
             # would take another pass.
             dlhs = dataclasses.replace(dlhs, first=Cast(granularity="rowwise"))
-            exact_rows |= {"g"} if _folds_gradient(spec) else set()
+            lanes = norm_backward.default_config(spec.n, norm=spec.norm).lanes
+            exact_rows |= {"g"} if lanes > 32 else set()  # rows that it folds
         return cls(
             spec=dataclasses.replace(spec, out="compute"),
             recipe=dataclasses.replace(recipe, dlhs=dlhs),
@@ -134,11 +135,6 @@ def _folds_lhs(plan: KernelPlan) -> bool:
     m, k = plan.spec.m + plan.padding, plan.spec.k
     is_served = norm_quantize.why_not(m, k, norm="none") is None
     return is_served and norm_quantize.default_config(k, norm="none").lanes > 32
-
-
-def _folds_gradient(spec: SiteSpec) -> bool:
-    """Returns True if a kernel quantizes the gradient by rows that it folds."""
-    return norm_backward.default_config(spec.n, norm=spec.norm).lanes > 32
 
 
 class Flip(NamedTuple):

@@ -62,7 +62,6 @@ class Finding(NamedTuple):
     Attributes:
         kind: of the score; for casts followed by the operand.
         excess: the score over what is allowed; infinite instead of NaN.
-        index: place among the scores of its kind.
     """
 
     name: str

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from loka_jax.measure.check_families import Case, why_any_wrong
-from loka_jax.measure.family_attention import jagged_attentions
-from loka_jax.measure.family_fm_lcb import fm_lcbs, fm_lcbs_backward
+from loka_jax.measure.family_pallas import fm_lcbs, fm_lcbs_backward, jagged_attentions
 from loka_jax.measure.family_rows import (
     dot_features_cases,
     joined_norms,

@@ -18,7 +18,6 @@ class Roofline:
         fp8_flops_per_us: of XLA's FP8 GEMM of a cube, bfloat16 written.
         bf16_flops_per_us: of XLA's bfloat16 GEMM of the same cube.
         launch_us: the time of a kernel that does next to nothing.
-        sms: the number of streaming multiprocessors.
     """
 
     bytes_per_us: float

@@ -30,13 +30,7 @@ from loka_jax.ops.products import Products
 from loka_jax.ops.run_site import SiteArrays, run_site
 from loka_jax.probe.live_errors import Operands, blocks
 from loka_jax.quality import MEASURES, Measure
-from loka_jax.recipe import (
-    ROLE_OPERANDS,
-    ROLES,
-    Recipe,
-    Role,
-    get_recipe,
-)
+from loka_jax.recipe import ROLE_OPERANDS, ROLES, Recipe, Role, get_recipe
 from loka_jax.scaling import DelayedScaling
 from loka_jax.site import BF16, Choice, SiteSpec
 from loka_jax.xla import high_precision_matmul

@@ -248,7 +248,10 @@ class CrossDeep(linen.Module):
         if self.structure == "stacked":
             return self.head((self.deep(crossed, train=train, within=within),))
         joined = join_features(*x0) if isinstance(x0, tuple) else x0
-        deep = self.deep(_separate(joined), train=train, within=within)
+        # Merged with the cross network's products, the deep network's would cost two
+        # passes over large arrays: XLA concatenates the gradients of both first.
+        joined = jax.lax.optimization_barrier(joined)
+        deep = self.deep(joined, train=train, within=within)
         return self.head((crossed, deep))
 
     @linen.nowrap
@@ -268,12 +271,3 @@ class CrossDeep(linen.Module):
         return dataclasses.replace(
             cross, layers=layers, outputs=(len(layers),), head=head
         )
-
-
-def _separate(x: Array) -> Array:
-    """Returns `x` behind a barrier, which keeps XLA from merging products that read it.
-
-    For the gradient of the merged weights XLA would first concatenate the gradients of
-    both products: two passes over large arrays.
-    """
-    return jax.lax.optimization_barrier(x)

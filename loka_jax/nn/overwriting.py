@@ -13,7 +13,6 @@ state of a site on which the loss does not depend, such as that of an unused tow
 stays as it was.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -104,12 +103,9 @@ def _of_parameters(name: str, value: Any, variables: Any) -> Any:
     if name == "grad":
         return _split(value)[0]
     if name == "value_fn":
-        return _function_of_parameters(value, _split(variables)[1])
+        states = _split(variables)[1]
+        return lambda params, *args, **kw: value(_join(params, states), *args, **kw)
     return value
-
-
-def _function_of_parameters(function: Callable[..., Any], states: Any) -> Any:
-    return lambda params, *args, **kw: function(_join(params, states), *args, **kw)
 
 
 @struct.dataclass

@@ -55,7 +55,8 @@ def read_scaling(module: Any, recipe: Recipe, weight: Array) -> DelayedScaling:
     """
     _check_place(module, recipe)
     path = "/".join(module.path)
-    if not _has_state(module):
+    is_new = module.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
+    if not (is_new or module.has_variable(OVERWRITE_WITH_GRADIENT, SCALES)):
         raise ValueError(
             f"site {path!r} has no delayed scales, which its recipe {recipe.name!r} "
             f"needs: {_MISSING}, or take a recipe without a state, such as "
@@ -158,9 +159,3 @@ def _site_of(path: Any) -> str:
 
 def _name(key: Any) -> str:
     return jax.tree_util.keystr((key,), simple=True)
-
-
-def _has_state(module: Any) -> bool:
-    return module.has_variable(
-        OVERWRITE_WITH_GRADIENT, SCALES
-    ) or module.is_mutable_collection(OVERWRITE_WITH_GRADIENT)

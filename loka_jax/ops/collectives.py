@@ -51,7 +51,6 @@ def sum_gradients(tree: PyTree, axis_name: AxisName, wire: Wire, key: Array) -> 
     Args:
         wire: "f32" and "bf16" are XLA's sums of arrays of that dtype; "int8" is
             `quantized_psum`. `dispatch.gradient_wire` chooses among them.
-        key: of this step, for "int8".
     """
     if wire == "int8":
         return quantized_psum(tree, axis_name, key)

@@ -105,9 +105,7 @@ def rows_to_send(
     """Returns the rows that each device asks for, to be sent.
 
     Args:
-        table: this device's part of the table.
         routed: from `route`, its lists `asked` exchanged.
-        codec: of the rows on the wire.
         implementation: as in `row_codec.gather`.
     """
     return row_codec.gather(table, routed.asked, codec, implementation=implementation)
@@ -148,9 +146,7 @@ def sums_to_send(
     """Returns the float32 sums of gradients for the owners of their rows, to be sent.
 
     Args:
-        routed: from `route`.
         grads: a gradient for each id.
-        codec: of the sums on the wire.
         words: of this step and device, which decide how codes of 8 bits are rounded.
         implementation: as in `embedding.sum_by_row`.
     """
@@ -176,10 +172,7 @@ def receive_sums(
     device that looked it up, in a list of its own, which ascends.
 
     Args:
-        payload: the sums.
         routed: from `route`, its lists `asked` exchanged.
-        codec: of the payload.
-        dim: D.
         replicas: the mesh axis over which the table is replicated, each replica with
             ids of its own; all of them get what each got. None if there is one.
     """

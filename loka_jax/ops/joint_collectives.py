@@ -22,7 +22,6 @@ def swap(tree: Any, axis: str) -> Any:
 
     Args:
         tree: of arrays with a part for each of the L devices, of 8 to 32 bits.
-        axis: the mesh axis of the devices.
     """
     leaves, treedef = jax.tree.flatten(tree)
     if len(leaves) == 1:
@@ -65,7 +64,6 @@ def to_gather(tree: Any, axes: Axes) -> Float[Array, "L K"]:
 
     Args:
         tree: of arrays of 32-bit numbers.
-        axes: of the mesh.
     """
     leaves = jax.tree.leaves(tree)
     words = jnp.concatenate(

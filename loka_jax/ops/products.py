@@ -25,15 +25,7 @@ from loka_jax import fp8, scaling, triton, xla
 from loka_jax.fp8 import Fp8Array, fp8_max
 from loka_jax.ops.mesh_axes import axes_to_merge, manual_axes, tracks_varying
 from loka_jax.ops.plan import KernelPlan
-from loka_jax.recipe import (
-    BLOCK,
-    ROLE_OPERANDS,
-    ROLES,
-    Cast,
-    Operand,
-    Recipe,
-    Role,
-)
+from loka_jax.recipe import BLOCK, ROLE_OPERANDS, ROLES, Cast, Operand, Recipe, Role
 from loka_jax.scaling import DelayedScaling, delayed_scale_inv
 from loka_jax.site import Fp8Scaling
 

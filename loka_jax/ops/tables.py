@@ -88,7 +88,6 @@ class MixedTables:
     """Tables of several embedding dims: a stack for each dim.
 
     Attributes:
-        stacks: the tables of the fields that have the same dim.
         fields: the numbers of each stack's fields among all, in ascending order.
         dim: D, the dim of the vectors that the model takes.
     """

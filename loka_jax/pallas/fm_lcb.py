@@ -180,7 +180,8 @@ class _Worker:
         x = self.refs.x.at[stage]
         plgpu.barrier_wait(self.refs.x_full.at[stage])
         self._write_p(x, is_first=count == 0)
-        self._by_one(lambda: plgpu.copy_smem_to_gmem(self._lcb(), lcb))
+        of_lcb = self.p.at[pl.ds(self.problem.k, self.problem.m - self.problem.k)]
+        self._by_one(lambda: plgpu.copy_smem_to_gmem(of_lcb, lcb))
         p = self.p.at[pl.ds(0, self.problem.k)].transpose((1, 0))
         for slab, accumulator in zip(slabs, accumulators, strict=True):
             plgpu.wgmma(accumulator, x.at[pl.ds(slab, ROWS)], p)
@@ -226,9 +227,6 @@ class _Worker:
         if self.config.team == 1:
             return do()
         pl.when(self.member == self.config.team - 1)(do)
-
-    def _lcb(self):
-        return self.p.at[pl.ds(self.problem.k, self.problem.m - self.problem.k)]
 
     def store(self, result, target, slab):
         """Starts storing a slab of FM to `target` (n, k)."""

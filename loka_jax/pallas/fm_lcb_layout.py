@@ -185,7 +185,8 @@ def misfit(problem: Problem, config: TuningConfig) -> str | None:
     if layout.teams * config.pipeline_stages > _MAX_STAGES:
         return f"the ring buffers have at most {_MAX_STAGES} stages"
     registers = _accumulators(layout) + _SPARE_REGISTERS
-    if registers > _launch_registers(config.warpgroups):
+    # Those of a thread at launch, beyond which the compiler spills.
+    if registers > 65536 // (128 * (config.warpgroups + 1)) // 8 * 8:
         return f"it takes {registers} registers"
     size = tiles.shared_memory_bytes(layout.scratch().values())
     if size > tiles.SMEM_BYTES:
@@ -244,11 +245,6 @@ def _accumulators(layout: LaunchLayout) -> int:
     slabs = len(slab_starts(layout.n_rows)) // layout.config.team
     fm, product = slabs * layout.problem.k // 2, layout.chunk // 2
     return max(fm, product) if layout.config.chunks == 1 else fm + product
-
-
-def _launch_registers(warpgroups: int) -> int:
-    """Returns a thread's registers at launch: the compiler spills beyond them."""
-    return 65536 // (128 * (warpgroups + 1)) // 8 * 8
 
 
 def _staging(shape: tuple[int, ...]):

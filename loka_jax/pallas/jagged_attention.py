@@ -65,7 +65,6 @@ def attend(
     Args:
         fixed: a, and b where slopes are wanted.
         streamed: x and y.
-        max_length: N.
 
     Raises:
         ValueError: if heads are not served (see `why_not`), or the config does not fit.
@@ -76,26 +75,15 @@ def attend(
     reason = why_not(Problem(heads=heads, size=size, value_size=value_size))
     if reason is not None:
         raise ValueError(f"pallas jagged_attention does not serve {reason}.")
-    how: dict[str, Any] = dict(scale=scale, max_length=max_length)
-    how |= dict(config=config, interpret=interpret)
     if kind.has_slopes and kind.has_values and size > _MAX_SIZE_OF_BOTH:
-        parts = (
-            attend(kind._replace(has_values=False), fixed, streamed, visible, **how),
-            attend(
-                kind._replace(has_slopes=False), fixed[:1], streamed, visible, **how
-            ),
-        )
-        return sum(parts, ())
-    layout = LaunchLayout(
-        kind,
-        rows,
-        heads,
-        size,
-        scale,
-        max_length,
-        config or best_config(kind, size),
-        interpret is not None,
-    )
+        rest: Any = streamed, visible
+        how: dict[str, Any] = dict(scale=scale, max_length=max_length)
+        how |= dict(config=config, interpret=interpret)
+        slopes = attend(kind._replace(has_values=False), fixed, *rest, **how)
+        return slopes + attend(kind._replace(has_slopes=False), fixed[:1], *rest, **how)
+    config, is_interpreted = config or best_config(kind, size), interpret is not None
+    sizes = rows, heads, size, scale, max_length
+    layout = LaunchLayout(kind, *sizes, config, is_interpreted)
     reason = misfit(layout)
     if reason is not None:
         raise ValueError(f"{layout.config} does not fit: {reason}.")
@@ -105,12 +93,10 @@ def attend(
 @tiles.lowered_once
 def _launch(layout: LaunchLayout, inputs, interpret):
     fixed, streamed, visible = inputs
-    pad = layout.padded_rows - layout.rows
-    if pad:
-        rows = [jnp.pad(z, ((0, pad), (0, 0), (0, 0))) for z in (*fixed, *streamed)]
+    rows = [*fixed, *streamed]
+    if pad := layout.padded_rows - layout.rows:
+        rows = [jnp.pad(z, ((0, pad), (0, 0), (0, 0))) for z in rows]
         visible = jagged.padded(visible, layout.padded_rows)
-    else:
-        rows = [*fixed, *streamed]
     out = plgpu.kernel(
         _Kernel(layout).body,
         out_type=layout.results(),
@@ -200,10 +186,8 @@ class _Kernel:
 
         def work(round, count):
             item = round * ctas + position(round)
-            row, head = (
-                lax.div(item, self.layout.heads),
-                lax.rem(item, self.layout.heads),
-            )
+            heads = self.layout.heads
+            row, head = lax.div(item, heads), lax.rem(item, heads)
             task = _Task(head, *(tasks[row, i] for i in range(len(TASK))))
             do(task, round, count)
             return count + task.count
@@ -345,8 +329,9 @@ class _Worker:
         """Returns `a x^T`, and `b y^T` where slopes are wanted."""
 
         def multiply(*accumulators):
-            triples = zip(accumulators, fixed, streamed, strict=False)
-            for accumulator, lhs, rhs in triples:
+            for accumulator, lhs, rhs in zip(
+                accumulators, fixed, streamed, strict=False
+            ):
                 plgpu.wgmma(accumulator, lhs, rhs.transpose((1, 0)))
             self._meet()
             return [accumulator[...] for accumulator in accumulators]

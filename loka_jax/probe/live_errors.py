@@ -199,10 +199,7 @@ def _role_errors(
 
 
 def _relative_l2_of_drhs(
-    operands: Operands,
-    recipes: Sequence[Recipe],
-    shift: Float[Array, ""],
-    copies: int,
+    operands: Operands, recipes: Sequence[Recipe], shift: Float[Array, ""], copies: int
 ) -> Float[Array, "recipes"]:
     """Returns what to expect of drhs's relative L2 over many times as many rows.
 

@@ -50,10 +50,7 @@ def _rounded(x: Array) -> Array:
 
 
 def sample_rows(
-    key: Key[Array, ""],
-    moments: Moments,
-    m: int,
-    norms: Float[Array, "bins"],
+    key: Key[Array, ""], moments: Moments, m: int, norms: Float[Array, "bins"]
 ) -> Float[Array, "m k"]:
     """Returns m rows with the learned mean, covariance and norms, float32."""
     (k,), (b, s, _) = moments.mean.shape, moments.scatter.shape

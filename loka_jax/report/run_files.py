@@ -14,7 +14,6 @@ class RunFiles(NamedTuple):
         sites: a row per site, with a description of each role.
         scales: a line of delayed scales per logged step.
         evaluation: the final evaluation by predictions, and by values of columns.
-        notes: sentences on problems of the files.
     """
 
     summary: dict[str, Any]

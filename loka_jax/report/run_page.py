@@ -13,14 +13,7 @@ from loka_jax.jsonfile import as_dict
 from loka_jax.recipe import OPERANDS, ROLES
 from loka_jax.report import charts
 from loka_jax.report.charts import Figure, Series
-from loka_jax.report.render import (
-    dicts,
-    flat,
-    items,
-    real,
-    texts,
-    write_page,
-)
+from loka_jax.report.render import dicts, flat, items, real, texts, write_page
 from loka_jax.report.run_files import RunFiles, final_of, points, speed_of, thin
 
 _FP8_WORDS = ("fp8", "e4m3", "e5m2")
@@ -77,10 +70,7 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         scales=_scales(run.scales),
         data=_data(as_dict(summary.get("data")), as_dict(run.config.get("embedding"))),
         command=summary.get("command"),
-        settings={
-            "Config": flat(run.config),
-            "Versions": flat(versions),
-        },
+        settings={"Config": flat(run.config), "Versions": flat(versions)},
     )
 
 

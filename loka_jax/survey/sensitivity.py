@@ -63,8 +63,6 @@ class Effect(NamedTuple):
         change: of the mean loss, with its 95 % interval over examples.
         moved: the mean absolute change of the examples' losses, in which errors of
             opposite signs do not cancel.
-        loss: in bfloat16.
-        examples: from which it was measured.
     """
 
     change: Interval
@@ -120,10 +118,7 @@ def held_out(run: Run, max_batches: int) -> list[Batch]:
 
 
 def losses(
-    run: Run,
-    state: TrainState,
-    batches: Sequence[Batch],
-    choices: Mapping[str, Choice],
+    run: Run, state: TrainState, batches: Sequence[Batch], choices: Mapping[str, Choice]
 ) -> Losses:
     """Returns the losses of all weighted examples in bfloat16, but for some sites."""
     model = run.config.model.clone(recipe="bf16")

@@ -50,12 +50,7 @@ class _Rows(NamedTuple):
 
 
 class Regression(NamedTuple):
-    """The logistic regression of a task, and the mean label of its training rows.
-
-    Attributes:
-        dense: weights of the model's dense inputs.
-        ids: weights of the rows of the stacked tables.
-    """
+    """The logistic regression of a task, and the mean label of its training rows."""
 
     mean: float
     bias: float
@@ -69,12 +64,7 @@ class Regression(NamedTuple):
 
 
 def fit_regressions(train: Dataset, valid: Dataset) -> tuple[Regression, ...]:
-    """Returns the regression of each task.
-
-    Args:
-        train: the training rows.
-        valid: the rows that choose the L2.
-    """
+    """Returns the regression of each task, its L2 chosen by the validation rows."""
     known, judges = _sample(train, _ROWS), _sample(valid, _JUDGED)
     tasks = range(known.labels.shape[1])
     return tuple(

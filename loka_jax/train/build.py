@@ -14,13 +14,7 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding
 
 from loka_jax import jsonfile, nn
-from loka_jax.data import (
-    Batch,
-    Dataset,
-    Position,
-    Splits,
-    open_data,
-)
+from loka_jax.data import Batch, Dataset, Position, Splits, open_data
 from loka_jax.data.prefetch import Batches, prefetch
 from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.gradient_wire import GradientSum, choose_sum
@@ -32,11 +26,7 @@ from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedu
 from loka_jax.train import metrics
 from loka_jax.train.checkpoints.orbax_files import meet
 from loka_jax.train.config import Config
-from loka_jax.train.mesh.devices import (
-    BATCH,
-    mesh_of,
-    scaled_sums,
-)
+from loka_jax.train.mesh.devices import BATCH, mesh_of, scaled_sums
 from loka_jax.train.mesh.placement import MeshPlacement, placement_of
 from loka_jax.train.model import model_of
 from loka_jax.train.placement import Placement
@@ -52,8 +42,6 @@ class Run:
     """A configured run: data, model, optimizers, steps that compile when first used.
 
     Attributes:
-        config: its configuration.
-        splits: the data.
         placement: the device or devices of the run, and its tables.
         list_sites: from a plan to every GEMM of the model at the training batch size,
             in a first step, or if `scales_initialized` in those after it.
@@ -63,13 +51,8 @@ class Run:
             made by times.
         reviewer: changes the plan by live errors; None where they change nothing, as
             Probe observes none, or the plan was not made by times.
-        optimizer: of the dense parameters.
-        schedule: the dense learning rate of a step number.
-        row_update: how rows of the tables are updated.
-        steps_per_epoch: training batches in an epoch.
         total_steps: steps of the whole run, if nothing ends it early.
         log_inputs: shapes of what the model is initialized with, of an event log.
-        programs: the compiled steps so far, by what they were asked for.
     """
 
     config: Config
@@ -172,7 +155,6 @@ class Run:
         """Returns the training step; the same for the same arguments.
 
         Args:
-            scales_initialized: all delayed scales are initialized.
             probe: how Probe observes the sites; None if it does not.
             steps: how many are taken by a call, each on a batch of its own.
         """

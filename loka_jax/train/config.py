@@ -34,16 +34,13 @@ from loka_jax.options import option_of, require
 from loka_jax.recipe import get_recipe
 from loka_jax.train.loop_options import (
     LOOK_EVERY,
+    LOOK_STEPS,
     DispatchOptions,
     LoopConfig,
     ProbeOptions,
     RunOptions,
 )
-from loka_jax.train.mesh.devices import (
-    CollectivesConfig,
-    MeshConfig,
-    require_averages,
-)
+from loka_jax.train.mesh.devices import CollectivesConfig, MeshConfig, require_averages
 from loka_jax.train.tables.embedding_config import EmbeddingConfig
 
 FLAX_FIELDS = {"parent", "name"}  # of a module, which are Flax's own
@@ -111,6 +108,32 @@ class Config:
     def identity(self) -> dict[str, Any]:
         """Returns the configuration without `run`, as JSON values."""
         return _as_json(self, {name for name, _ in _fields(self)} - {"run"})
+
+    def steps_at_once(self, step: int, steps_per_epoch: int, end: int) -> int:
+        """Returns the number of steps of the next call: `loop.steps_per_call` or 1.
+
+        A call costs the host hundreds of microseconds, whatever it computes. What the
+        loop does between steps (log lines, evaluations, looks, profiles) ends a call,
+        so that runs do the same at the same steps, and steps that Probe observes are
+        taken one by one. `step` have been taken, of `end`.
+        """
+        loop, traced = self.loop, self.run.profile_steps()
+        after = step + loop.steps_per_call
+        if after > end:
+            return 1
+        every = (
+            loop.log_every,
+            loop.eval_every or steps_per_epoch,
+            loop.save_every or after,
+            self.probe.look_every or after,
+            LOOK_STEPS,
+        )
+        is_interrupted = any(step // n != (after - 1) // n for n in every)
+        is_alone = is_interrupted or any(
+            self.probe.config_at(s) is not None or s in traced
+            for s in range(step, after)
+        )
+        return 1 if is_alone else loop.steps_per_call
 
     def source(self, data: dict[str, Any]) -> str:
         """Returns the name of the run's operands in tables: `NAME@DIGEST`.

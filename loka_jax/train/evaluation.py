@@ -29,11 +29,23 @@ class Evaluated(NamedTuple):
         counts: rows of each batch.
     """
 
-    values: dict[str, Any]
     logits: Float[np.ndarray, "N"] | Float[np.ndarray, "N T"]
     labels: Float[np.ndarray, "N"] | Float[np.ndarray, "N T"]
     weights: Float[np.ndarray, "N"]
+    values: dict[str, Any]
     counts: tuple[int, ...]
+
+    @property
+    def losses(self) -> Float[np.ndarray, "n"]:
+        """The log loss of each example times its weight, over all tasks; no padding."""
+        weights = self.weights[self.weights > 0]
+        logits, labels = (
+            np.asarray(x[self.weights > 0], np.float64).reshape(len(weights), -1)
+            for x in (self.logits, self.labels)
+        )
+        with np.errstate(invalid="ignore"):  # of logits that are not finite
+            losses = np.logaddexp(0.0, logits) - np.nan_to_num(labels) * logits
+        return weights * np.where(np.isnan(labels), 0.0, losses).sum(axis=1)
 
 
 def evaluate(run: Run, state: TrainState, dataset: Dataset) -> Evaluated:
@@ -55,7 +67,7 @@ def evaluate(run: Run, state: TrainState, dataset: Dataset) -> Evaluated:
     logits, labels, weights = map(np.concatenate, zip(*batches, strict=True))
     values = tasks.evaluated(dataset.schema.labels, seen, logits, labels, weights)
     counts = tuple(len(own) for *_, own in batches)
-    return Evaluated(values, logits, labels, weights, counts)
+    return Evaluated(logits, labels, weights, values, counts)
 
 
 def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:

@@ -59,17 +59,10 @@ def is_clearly_better(run: Run, state: TrainState) -> bool:
 
     That is, by more than three standard errors of the mean of the paired differences.
     """
-    valid, n = run.splits.valid, run.splits.valid.num_examples
+    valid = run.splits.valid
     found = evaluate(run, state, valid)
     regressions = fit_regressions(run.splits.train, valid)
-    labels = found.labels[:n].reshape(n, -1).astype(np.float64)
-    weights = np.where(np.isnan(labels), 0.0, found.weights[:n, None])
-    labels = np.where(np.isnan(labels), 0.0, labels)
-
-    def losses(logits: np.ndarray) -> np.ndarray:
-        each = np.logaddexp(0.0, logits) - labels * logits
-        return (weights * each).sum(axis=1)
-
-    logits = found.logits[:n].reshape(n, -1).astype(np.float64)
-    minus = losses(logits) - losses(logits_of(regressions, valid))
-    return bool(minus.mean() + _ERRORS * minus.std() / np.sqrt(n) < 0)
+    logits, n = np.zeros(found.logits.shape), valid.num_examples  # padding comes last
+    logits[:n] = logits_of(regressions, valid).reshape(logits[:n].shape)
+    minus = found.losses - found._replace(logits=logits).losses
+    return bool(minus.mean() + _ERRORS * minus.std() / np.sqrt(len(minus)) < 0)

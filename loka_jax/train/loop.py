@@ -15,7 +15,6 @@ from loka_jax.data.batch import Batch, Dataset, Position, next_position
 from loka_jax.dispatch.plan import as_json
 from loka_jax.train import metrics
 from loka_jax.train.build import Run
-from loka_jax.train.calls import steps_at_once
 from loka_jax.train.checkpoints import row_layout
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.evaluation import Evaluated, evaluate, logged
@@ -23,6 +22,7 @@ from loka_jax.train.folder.record import AMAXES, PLAN, SCALES, RunRecord
 from loka_jax.train.logs import log_lines
 from loka_jax.train.logs.progress import TrainingProgress
 from loka_jax.train.logs.timing import Clock, Profiler
+from loka_jax.train.loop_options import LOOK_STEPS
 from loka_jax.train.processes import watchdog
 from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.state import TrainState
@@ -31,7 +31,6 @@ from loka_jax.train.watch import confirm, guard, replan
 from loka_jax.train.watch.guard import Diverged
 from loka_jax.train.watch.host_state import Moment, Progress, gone_back, restored
 from loka_jax.train.watch.looks import Looks
-from loka_jax.train.watch.scale_watch import LOOK_STEPS
 
 # An operand that is always zero never initializes its scale, so after this many steps
 # the guard for first steps is dropped in any case (scaling.delayed_scale_inv).
@@ -40,13 +39,7 @@ _MAX_FIRST_STEPS = 16
 
 @dataclasses.dataclass(eq=False)
 class Loop:
-    """A run in progress: its state, which steps donate, its record and checkpoints.
-
-    Attributes:
-        checkpoints: of the newest steps.
-        best: of the best evaluation.
-        clock: measures the session's time.
-    """
+    """A run in progress: its state, which steps donate, its record and checkpoints."""
 
     run: Run
     state: TrainState
@@ -194,7 +187,7 @@ class Loop:
         run, step = self.run, self.progress.step
         if not self._ready_for_initialized_step():
             return 1
-        return steps_at_once(run.config, step, run.steps_per_epoch, run.total_steps)
+        return run.config.steps_at_once(step, run.steps_per_epoch, run.total_steps)
 
     def _change(self, change: replan.Change):
         """Follows another plan from now on."""
@@ -351,10 +344,7 @@ class Loop:
         plain = confirm.in_bfloat16(self.run)
         with self.display.doing("evaluating in bfloat16"):
             in_bf16 = evaluate(plain, self.state, self._held_out())
-        both = (
-            confirm.Scored(x.logits, x.labels, x.weights) for x in (evaluated, in_bf16)
-        )
-        said, change = confirm.confirmed(self.run, self.progress, *both)
+        said, change = confirm.confirmed(self.run, self.progress, evaluated, in_bf16)
         if change.said:
             self._change(change)
             return

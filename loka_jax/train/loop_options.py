@@ -10,6 +10,7 @@ from loka_jax.options import option_of, require
 from loka_jax.probe.live_errors import RECIPES
 
 LOOK_EVERY = 64  # steps, by default
+LOOK_STEPS = 8  # from one look at delayed scales to the next
 _LONGEST_WATCH = 1_000_000  # seconds; a thread cannot wait for ever
 # Observed steps from one update of weights' covariances to the next: they cost more
 # than all other statistics together.

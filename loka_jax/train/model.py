@@ -20,7 +20,6 @@ class RunModel(NamedTuple):
     """The model of a run without its data.
 
     Attributes:
-        tables: the embedding tables.
         list_sites: from a plan to every GEMM of the model at the training batch size,
             or for other `rows`, in a first step, or if `scales_initialized` in those
             after it.

@@ -10,7 +10,7 @@ from loka_jax import jsonfile
 from loka_jax.commands import command
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch.at_start import tune_at_start
-from loka_jax.dispatch.entering import Entering, entering, steps_meanwhile
+from loka_jax.dispatch.candidates import why_not_runnable
 from loka_jax.dispatch.first_use import (
     CheckedPlan,
     as_if_accurate,
@@ -19,10 +19,15 @@ from loka_jax.dispatch.first_use import (
 )
 from loka_jax.dispatch.learned import kept_errors
 from loka_jax.dispatch.local import Local, local_performance, performance_of
-from loka_jax.dispatch.outlook import Remedies, last_line
+from loka_jax.dispatch.outlook import (
+    Entering,
+    Remedies,
+    entering,
+    last_line,
+    steps_meanwhile,
+)
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
-from loka_jax.dispatch.runnable import why_not_runnable
 from loka_jax.dispatch.table import RoleErrors
 from loka_jax.nn import Site
 from loka_jax.train.config import LOOK_EVERY, Config
@@ -286,6 +291,6 @@ def _is_plan(path: pathlib.Path) -> bool:
 
 
 def _runnable(plan: DispatchPlan, source: str, sites: Sequence[Site]) -> DispatchPlan:
-    if reason := why_not_runnable(plan, sites):
+    if reason := why_not_runnable(dict(plan.choices), sites):
         raise ValueError(f"{source}: {reason}: leave --plan out, or give --plan off.")
     return plan

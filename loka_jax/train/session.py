@@ -86,10 +86,6 @@ def train(
 ) -> Trained:
     """Trains the run that `config` describes.
 
-    Args:
-        console: where to print; the standard output if None.
-        script: name of the script in experiments/, for the record.
-
     Raises:
         ValueError: for an error that the user can mend, in one sentence.
         TrainingFailed: if training cannot continue.

@@ -8,13 +8,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Float, Int, PyTree
 
-from loka_jax.nn import (
-    OVERWRITE_WITH_GRADIENT,
-    PROBE,
-    Model,
-    ProbeConfig,
-    probing,
-)
+from loka_jax.nn import OVERWRITE_WITH_GRADIENT, PROBE, Model, ProbeConfig, probing
 from loka_jax.ops import embedding
 from loka_jax.ops.tables import MixedTables, Tables
 from loka_jax.train import metrics

@@ -28,26 +28,14 @@ from jaxtyping import Array, Float
 
 from loka_jax import scaling
 from loka_jax.data import Batch
-from loka_jax.nn import (
-    PROBE,
-    Model,
-    Planned,
-    ProbeConfig,
-    merge_stats,
-    probing,
-)
+from loka_jax.nn import PROBE, Model, Planned, ProbeConfig, merge_stats, probing
 from loka_jax.nn.scale_state import SCALES
 from loka_jax.ops.mesh_axes import merging_over_devices
 from loka_jax.ops.tables import Tables
 from loka_jax.optim.clip import global_norm
 from loka_jax.probe.site import Capture
 from loka_jax.train import metrics, tasks
-from loka_jax.train.gradients import (
-    accumulate,
-    gradients_of,
-    inputs_of,
-    variables_of,
-)
+from loka_jax.train.gradients import accumulate, gradients_of, inputs_of, variables_of
 from loka_jax.train.placement import Outcome, Placement
 from loka_jax.train.state import TrainState
 from loka_jax.train.tables.stacks import project

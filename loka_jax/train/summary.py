@@ -89,11 +89,7 @@ def _which(optim: OptimConfig, progress: Progress, step: int) -> str:
 def print_end(
     console: Console, summary: dict[str, Any], report: pathlib.Path, saved: int | None
 ):
-    """Prints the quality of a run and where its report is, or how to resume it.
-
-    Args:
-        saved: step of the newest checkpoint, None without one.
-    """
+    """Prints the quality of a run and where its report is, or how to resume it."""
     final = summary["final_eval"]
     if final is None:
         newest = "nothing was saved" if saved is None else f"saved is step {saved:,}"

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from loka_jax.triton.launch import launch, power_of_two, require_triton
+from loka_jax.triton.launch import power_of_two, require_triton
+from loka_jax.triton.trees import launch_tree, static
 
 # Which pairs there are, row by row.
 Pairs = Literal["i > j", "i >= j", "i < j", "i <= j"]
@@ -31,7 +32,6 @@ _MIN_TILE = 16  # of the tensor core
 # small programs hide each other's latencies, several examples amortize the launch.
 _EXAMPLES = 4
 _VALUES = 160  # per thread; more values take more warps
-_NUM_STAGES = 1
 
 
 def why_not(batch: int, n: int, dim: int, dtype: DTypeLike) -> str | None:
@@ -68,14 +68,13 @@ def dot_features(
     require_triton()
     from loka_jax.triton import dot_features_kernel  # not above: it imports Triton
 
-    [out] = launch(
+    return launch_tree(
         dot_features_kernel.dot_features_kernel,
-        *(embeddings if bottom is None else bottom, embeddings),
-        outputs=[jax.ShapeDtypeStruct((sizes["batch"], width), embeddings.dtype)],
+        static(bottom=bottom, embeddings=embeddings),
+        jax.ShapeDtypeStruct((sizes["batch"], width), embeddings.dtype),
+        static(**sizes, tile_rest=power_of_two(max(width - end, 1))),
         **_launch_options(sizes, copies=1),
-        constants=sizes | dict(tile_rest=power_of_two(max(width - end, 1))),
     )
-    return out
 
 
 def dot_features_backward(
@@ -95,20 +94,16 @@ def dot_features_backward(
     require_triton()
     from loka_jax.triton import dot_features_kernel
 
-    # The kernel takes a pointer for every operand: without a bottom vector it gets the
-    # embeddings and one element, which it does not touch.
-    first = embeddings if bottom is None else bottom
-    dbottom, dembeddings = launch(
+    x = dict(bottom=bottom, embeddings=embeddings)
+    types = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, g.dtype), x)
+    gradients = launch_tree(
         dot_features_kernel.dot_features_backward_kernel,
-        *(first, embeddings, g),
-        outputs=[
-            jax.ShapeDtypeStruct((1, 1) if bottom is None else bottom.shape, g.dtype),
-            jax.ShapeDtypeStruct(embeddings.shape, g.dtype),
-        ],
+        static(**x, g=g),
+        static(**types),
+        static(**sizes),
         **_launch_options(sizes, copies=2),
-        constants=sizes,
     )
-    return (None if bottom is None else dbottom), dembeddings
+    return gradients.bottom, gradients.embeddings
 
 
 def count(n: int, pairs: Pairs) -> int:
@@ -142,7 +137,7 @@ def _sizes(bottom, embeddings, width, pairs: Pairs) -> dict[str, int | bool]:
 
 
 def _launch_options(sizes, *, copies: int) -> dict[str, Any]:
-    """Returns grid, warps and stages of a kernel.
+    """Returns grid and warps of a kernel.
 
     `copies` counts the sets of vectors and products in registers. Few values take a
     single warp: several wait for each other at every step.
@@ -151,5 +146,4 @@ def _launch_options(sizes, *, copies: int) -> dict[str, Any]:
     return dict(
         grid=-(-sizes["batch"] // _EXAMPLES),
         num_warps=power_of_two(-(-values // (32 * _VALUES))),
-        num_stages=_NUM_STAGES,
     )

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from loka_jax.triton.launch import launch, require_triton
+from loka_jax.triton.launch import require_triton
+from loka_jax.triton.trees import launch_tree, static
 
 _MAX_LISTS = 16  # each entry is looked for in all
 _MAX_ENTRIES = 2**30  # positions are int32
@@ -54,18 +55,13 @@ def merge_lists(
     from loka_jax.triton import merge_kernel  # not above: it imports Triton
 
     whole = jax.ShapeDtypeStruct((lists.size,), jnp.int32)
-    entries, order = launch(
+    of = dict(count=count, capacity=capacity, halvings=capacity.bit_length())
+    out = launch_tree(
         merge_kernel.merge_kernel,
         lists,
-        outputs=[whole, whole],
+        static(entries=whole, order=whole),
+        static(**of, tile=config.tile),
         grid=-(-lists.size // config.tile),
         num_warps=config.num_warps,
-        num_stages=1,
-        constants=dict(
-            count=count,
-            capacity=capacity,
-            tile=config.tile,
-            halvings=capacity.bit_length(),
-        ),
     )
-    return entries, order
+    return out.entries, out.order

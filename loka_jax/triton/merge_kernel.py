@@ -15,39 +15,27 @@ import triton.language as tl
 
 @triton.jit
 @no_type_check
-def merge_kernel(
-    lists,
-    entries,
-    order,
-    count: tl.constexpr,
-    capacity: tl.constexpr,
-    tile: tl.constexpr,
-    halvings: tl.constexpr,
-):
+def merge_kernel(given, out, of):
     """Writes each entry, and its position in the lists, at its place among all."""
-    i = tl.program_id(0) * tile + tl.arange(0, tile)
-    is_entry = i < count * capacity
-    entry = tl.load(lists + i, mask=is_entry, other=0)
-    own = i // capacity
-    place = i % capacity
-    for other in tl.static_range(count):
-        before = _before(
-            lists + other * capacity, entry, own > other, capacity, halvings
-        )
+    i = tl.program_id(0) * of.tile + tl.arange(0, of.tile)
+    is_entry = i < of.count * of.capacity
+    entry = tl.load(given.at + i, mask=is_entry, other=0)
+    own = i // of.capacity
+    place = i % of.capacity
+    for other in tl.static_range(of.count):
+        before = _before(given.at + other * of.capacity, entry, own > other, of)
         place += tl.where(own == other, 0, before)
-    tl.store(entries + place, entry, mask=is_entry)
-    tl.store(order + place, i, mask=is_entry)
+    tl.store(out.entries.at + place, entry, mask=is_entry)
+    tl.store(out.order.at + place, i, mask=is_entry)
 
 
 @triton.jit
 @no_type_check
-def _before(
-    numbers, entry, is_after_equal, capacity: tl.constexpr, halvings: tl.constexpr
-):
+def _before(numbers, entry, is_after_equal, of):
     """Returns how many of the ascending numbers come before each entry."""
     low = tl.zeros_like(entry)
-    high = low + capacity
-    for _ in tl.static_range(halvings):
+    high = low + of.capacity
+    for _ in tl.static_range(of.halvings):
         middle = (low + high) // 2
         is_open = low < high
         number = tl.load(numbers + middle, mask=is_open, other=0)

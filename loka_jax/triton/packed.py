@@ -5,7 +5,7 @@ takes several passes. Letters as in `loka_jax.packed`: m values, n parts of k bl
 b values, w bytes of a packed part.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,28 +13,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8, UInt32
 
 from loka_jax.packed import Packing
-from loka_jax.triton.launch import launch, require_triton
+from loka_jax.triton.launch import require_triton
+from loka_jax.triton.trees import launch_tree, static
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 _MAX_BLOCKS = 2**31 - 1  # numbers of blocks are int32
 
 
-class TuningConfig(NamedTuple):
-    """The tunable parameters of a launch.
-
-    Attributes:
-        values: of a program's tile, a multiple of the block.
-    """
-
-    values: int
-    num_warps: int
-
-
-PACK = TuningConfig(2048, 4)
-SUM = TuningConfig(4096, 4)
-# Four values a thread, so that loads of codes and stores of float32 have one layout:
-# with more, all values pass through shared memory.
-UNPACK = TuningConfig(1024, 8)
+# Values of a tile, and warps of a program. Unpacking takes four values a thread, so
+# that loads of codes and stores of float32 have one layout: with more, all values pass
+# through shared memory.
+_PACK, _SUM, _UNPACK = (2048, 4), (4096, 4), (1024, 8)
 
 
 def why_not(packing: Packing, dtype: DTypeLike) -> str | None:
@@ -48,11 +37,7 @@ def why_not(packing: Packing, dtype: DTypeLike) -> str | None:
 
 
 def pack(
-    x: Float[Array, "m"],
-    words: UInt32[Array, "2"],
-    packing: Packing,
-    *,
-    config: TuningConfig = PACK,
+    x: Float[Array, "m"], words: UInt32[Array, "2"], packing: Packing
 ) -> UInt8[Array, "n w"]:
     """Returns the packed parts of a float32 or bfloat16 vector.
 
@@ -65,18 +50,13 @@ def pack(
     _check("pack", packing, x.dtype)
     from loka_jax.triton import packed_kernel  # not above: it imports Triton
 
-    out, operands = _rows(packing.parts, packing), (x, words)
-    blocks, kernel = packing.parts * packing.blocks, packed_kernel.pack_kernel
-    (packed,) = _run(kernel, operands, out, blocks, packing, config)
-    return packed
+    given, out = static(x=x, words=words), _rows(packing.parts, packing)
+    blocks = packing.parts * packing.blocks
+    return _run(packed_kernel.pack_kernel, given, out, blocks, packing, _PACK)
 
 
 def sum_packed(
-    packed: UInt8[Array, "n w"],
-    words: UInt32[Array, "2"],
-    packing: Packing,
-    *,
-    config: TuningConfig = SUM,
+    packed: UInt8[Array, "n w"], words: UInt32[Array, "2"], packing: Packing
 ) -> UInt8[Array, "1 w"]:
     """Returns the packed sum of n packed parts, added up in float32 in their order.
 
@@ -86,18 +66,13 @@ def sum_packed(
     _check("sum_packed", packing)
     from loka_jax.triton import packed_kernel
 
-    out, blocks = _rows(1, packing), packing.blocks
-    operands, kernel = (packed, words), packed_kernel.sum_kernel
-    (total,) = _run(kernel, operands, out, blocks, packing, config)
-    return total
+    given, out = static(packed=packed, words=words), _rows(1, packing)
+    kernel = packed_kernel.sum_kernel
+    return _run(kernel, given, out, packing.blocks, packing, _SUM)
 
 
 def unpack(
-    packed: UInt8[Array, "p w"],
-    packing: Packing,
-    dtype: DTypeLike = jnp.float32,
-    *,
-    config: TuningConfig = UNPACK,
+    packed: UInt8[Array, "p w"], packing: Packing, dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "m"]:
     """Returns the vector of these parts, float32 or bfloat16; of v vectors', their sum.
 
@@ -112,10 +87,9 @@ def unpack(
 
     out = jax.ShapeDtypeStruct((packing.size,), dtype)
     blocks = packing.parts * packing.blocks
-    vectors = len(packed) // packing.parts
-    kernel = packed_kernel.unpack_kernel
-    (x,) = _run(kernel, (packed,), out, blocks, packing, config, vectors=vectors)
-    return x
+    of = dict(vectors=len(packed) // packing.parts)
+    kernel, given = packed_kernel.unpack_kernel, static(packed=packed)
+    return _run(kernel, given, out, blocks, packing, _UNPACK, **of)
 
 
 def _rows(count: int, packing: Packing) -> jax.ShapeDtypeStruct:
@@ -124,33 +98,24 @@ def _rows(count: int, packing: Packing) -> jax.ShapeDtypeStruct:
 
 def _run(
     kernel: Any,
-    operands: tuple[Array, ...],
+    given: Any,
     out: jax.ShapeDtypeStruct,
     blocks: int,
     packing: Packing,
-    config: TuningConfig,
+    config: tuple[int, int],
     **constants: int,
-):
-    """Returns the results of a kernel whose programs share `blocks` blocks."""
-    tile = config.values // packing.block
-    return launch(
-        kernel,
-        *operands,
-        outputs=[out],
-        grid=-(-blocks // tile),
-        num_warps=config.num_warps,
-        num_stages=1,
-        constants=dict(
-            size=packing.size,
-            parts=packing.parts,
-            blocks=packing.blocks,
-            block=packing.block,
-            tile=tile,
-            is_int8=packing.format == "int8",
-            limit=packing.limit,
-            **constants,
-        ),
+) -> Any:
+    """Returns the result of a kernel whose programs share `blocks` blocks."""
+    values, num_warps = config
+    tile = values // packing.block
+    of = static(
+        **dict(size=packing.size, parts=packing.parts, blocks=packing.blocks),
+        **dict(block=packing.block, tile=tile, limit=packing.limit),
+        is_int8=packing.format == "int8",
+        **constants,
     )
+    grid = -(-blocks // tile)
+    return launch_tree(kernel, given, out, of, grid=grid, num_warps=num_warps)
 
 
 def _check(name: str, packing: Packing, dtype: DTypeLike = jnp.float32) -> None:

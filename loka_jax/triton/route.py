@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
-from loka_jax.triton.launch import launch, power_of_two, require_triton
+from loka_jax.triton.launch import power_of_two, require_triton
+from loka_jax.triton.trees import launch_tree, static
 
 _MAX_IDS = 2**30  # positions are int32
 _MAX_OWNERS = 16  # each id is compared with all
@@ -90,39 +91,19 @@ def lists(
     tiles_each = -(-tiles // config.blocks)
     blocks = -(-tiles // tiles_each)
     width = power_of_two(owners)
-    how: Any = dict(grid=blocks, num_warps=config.num_warps, num_stages=1)
-    constants = dict(
-        n=n, part=part, owners=owners, width=width, tile=config.tile, tiles=tiles_each
-    )
+    how: Any = dict(grid=blocks, num_warps=config.num_warps)
+    of = dict(n=n, part=part, owners=owners, width=width)
+    of |= dict(tile=config.tile, tiles=tiles_each)
 
-    def whole(*shape: int) -> jax.ShapeDtypeStruct:
+    def whole(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    (counts,) = launch(
-        route_kernel.count_kernel,
-        places,
-        outputs=[whole(blocks, width)],
-        constants=constants,
-        **how,
-    )
-    unused = -(-owners * capacity // (blocks * config.tile))
-    asked, ends, slots, sorted_slots, need = launch(
-        route_kernel.write_kernel,
-        *(places, positions, counts),
-        outputs=[
-            whole(owners, capacity),
-            whole(owners, capacity),
-            whole(n),
-            whole(n),
-            whole(1),
-        ],
-        constants=constants
-        | dict(
-            capacity=capacity,
-            blocks=blocks,
-            height=power_of_two(blocks),
-            unused_tiles=unused,
-        ),
-        **how,
-    )
-    return Lists(asked, ends, slots, sorted_slots, need[0])
+    kernel, counts = route_kernel.count_kernel, whole(blocks, width)
+    counts = launch_tree(kernel, places, counts, static(**of), **how)
+    of |= dict(capacity=capacity, blocks=blocks, height=power_of_two(blocks))
+    of |= dict(unused_tiles=-(-owners * capacity // (blocks * config.tile)))
+    given = static(places=places, positions=positions, counts=counts)
+    wide = whole(owners, capacity)
+    types = Lists(wide, wide, whole(n), whole(n), whole(1))
+    out = launch_tree(route_kernel.write_kernel, given, types, static(**of), **how)
+    return out._replace(need=out.need[0])

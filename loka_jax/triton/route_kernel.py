@@ -17,94 +17,66 @@ _BAD_ID = tl.constexpr(2**31 - 1)  # as in ops/embedding.py
 
 @triton.jit
 @no_type_check
-def count_kernel(
-    places,
-    counts,
-    n: tl.constexpr,
-    part: tl.constexpr,
-    owners: tl.constexpr,
-    width: tl.constexpr,
-    tile: tl.constexpr,
-    tiles: tl.constexpr,
-):
+def count_kernel(places, counts, of):
     """Writes how many distinct places of each owner begin in each block."""
-    all_owners = tl.arange(0, width)
-    count = tl.zeros([width], tl.int32)
-    for t in range(tiles):
-        i = (tl.program_id(0) * tiles + t) * tile + tl.arange(0, tile)
-        _, owner, _, is_first = _entries(places, i, n, part, owners)
+    all_owners = tl.arange(0, of.width)
+    count = tl.zeros([of.width], tl.int32)
+    for t in range(of.tiles):
+        i = (tl.program_id(0) * of.tiles + t) * of.tile + tl.arange(0, of.tile)
+        _, owner, _, is_first = _entries(places.at, i, of)
         begins = is_first[:, None] & (owner[:, None] == all_owners[None, :])
         count += tl.sum(begins.to(tl.int32), axis=0)
-    tl.store(counts + tl.program_id(0) * width + all_owners, count)
+    tl.store(counts.at + tl.program_id(0) * of.width + all_owners, count)
 
 
 @triton.jit
 @no_type_check
-def write_kernel(
-    places,
-    positions,
-    counts,
-    asked,
-    ends,
-    slots,
-    sorted_slots,
-    need,
-    n: tl.constexpr,
-    part: tl.constexpr,
-    owners: tl.constexpr,
-    width: tl.constexpr,
-    tile: tl.constexpr,
-    tiles: tl.constexpr,
-    capacity: tl.constexpr,
-    blocks: tl.constexpr,
-    height: tl.constexpr,
-    unused_tiles: tl.constexpr,
-):
+def write_kernel(given, out, of):
     """Writes the lists, the slots of the ids in both orders, and the longest list."""
     block = tl.program_id(0)
-    b = tl.arange(0, height)
-    at = counts + b[:, None] * width + tl.arange(0, width)[None, :]
-    all_counts = tl.load(at, mask=(b < blocks)[:, None], other=0)
+    b = tl.arange(0, of.height)
+    at = given.counts.at + b[:, None] * of.width + tl.arange(0, of.width)[None, :]
+    all_counts = tl.load(at, mask=(b < of.blocks)[:, None], other=0)
     totals = tl.sum(all_counts, axis=0)
     starts = tl.cumsum(totals, axis=0) - totals
     # Distinct places in the blocks before this one.
     count = tl.sum(tl.sum(tl.where((b < block)[:, None], all_counts, 0), axis=0))
-    tl.store(need, tl.max(totals), mask=block == 0)
+    tl.store(out.need.at, tl.max(totals), mask=block == 0)
 
-    for t in range(tiles):
-        i = (block * tiles + t) * tile + tl.arange(0, tile)
-        place, owner, is_id, is_first = _entries(places, i, n, part, owners)
+    for t in range(of.tiles):
+        i = (block * of.tiles + t) * of.tile + tl.arange(0, of.tile)
+        place, owner, is_id, is_first = _entries(given.places.at, i, of)
         begun = count + tl.cumsum(is_first.to(tl.int32), axis=0)
-        rank = begun - 1 - _of_owner(starts, owner, width)
+        rank = begun - 1 - _of_owner(starts, owner, of.width)
         count += tl.sum(is_first.to(tl.int32))
-        fits = is_id & (rank < capacity)
-        slot = tl.where(fits, owner * capacity + rank, _BAD_ID)
-        tl.store(sorted_slots + i, slot, mask=i < n)
-        position = tl.load(positions + i, mask=i < n, other=0)
-        tl.store(slots + position, slot, mask=i < n)
-        row = (place % part).to(tl.int32)
-        tl.store(asked + slot, row, mask=fits & is_first)
-        following = tl.load(places + i + 1, mask=i + 1 < n, other=0)
-        is_last = (i + 1 == n) | (following != place)
-        tl.store(ends + slot, i, mask=fits & is_last)
+        fits = is_id & (rank < of.capacity)
+        slot = tl.where(fits, owner * of.capacity + rank, _BAD_ID)
+        tl.store(out.sorted_slots.at + i, slot, mask=i < of.n)
+        position = tl.load(given.positions.at + i, mask=i < of.n, other=0)
+        tl.store(out.slots.at + position, slot, mask=i < of.n)
+        row = (place % of.part).to(tl.int32)
+        tl.store(out.asked.at + slot, row, mask=fits & is_first)
+        following = tl.load(given.places.at + i + 1, mask=i + 1 < of.n, other=0)
+        is_last = (i + 1 == of.n) | (following != place)
+        tl.store(out.ends.at + slot, i, mask=fits & is_last)
 
-    for t in range(unused_tiles):
-        slot = (block * unused_tiles + t) * tile + tl.arange(0, tile)
-        used = _of_owner(totals, slot // capacity, width)
-        is_unused = (slot < owners * capacity) & (slot % capacity >= used)
+    for t in range(of.unused_tiles):
+        slot = (block * of.unused_tiles + t) * of.tile + tl.arange(0, of.tile)
+        used = _of_owner(totals, slot // of.capacity, of.width)
+        is_unused = (slot < of.owners * of.capacity) & (slot % of.capacity >= used)
         nothing = tl.zeros_like(slot) + _BAD_ID
-        tl.store(asked + slot, nothing, mask=is_unused)
-        tl.store(ends + slot, nothing, mask=is_unused)
+        tl.store(out.asked.at + slot, nothing, mask=is_unused)
+        tl.store(out.ends.at + slot, nothing, mask=is_unused)
 
 
 @triton.jit
 @no_type_check
-def _entries(places, i, n: tl.constexpr, part: tl.constexpr, owners: tl.constexpr):
+def _entries(places, i, of):
     """Returns place and owner of sorted ids; whether they have one, are its first."""
-    place = tl.load(places + i, mask=i < n, other=0)
-    preceding = tl.load(places + i - 1, mask=(i > 0) & (i < n), other=0)
-    owner = (place // part).to(tl.int32)
-    is_id = (i < n) & (owner < owners)
+    place = tl.load(places + i, mask=i < of.n, other=0)
+    preceding = tl.load(places + i - 1, mask=(i > 0) & (i < of.n), other=0)
+    owner = (place // of.part).to(tl.int32)
+    is_id = (i < of.n) & (owner < of.owners)
     return place, owner, is_id, is_id & ((i == 0) | (preceding != place))
 
 

@@ -8,32 +8,18 @@ as in `ops.exchange`: L lists of C places, rows of D values; w is the width of a
 payload, of which `ops.row_codec` says what it holds.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped, UInt32
 
-from loka_jax.triton.launch import launch, power_of_two, require_triton
+from loka_jax.triton.launch import power_of_two, require_triton
+from loka_jax.triton.trees import launch_tree, static
 
 _MAX_DIM = 1024
 _MAX_SLOTS = 2**31 - 2  # numbers of slots are int32
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
-
-
-class TuningConfig(NamedTuple):
-    """The tunable parameters of a launch.
-
-    Attributes:
-        values: of a program's tile, rows by D.
-    """
-
-    values: int = 2048
-    num_warps: int = 4
-
-
-CONFIG = TuningConfig()
+_VALUES, _WARPS = 2048, 4  # of a program's tile, rows by D
 
 
 def why_not(codec: str, slots: int, dim: int, dtype: DTypeLike) -> str | None:
@@ -55,7 +41,6 @@ def encode(
     words: UInt32[Array, "2"] | None = None,
     *,
     codec: str,
-    config: TuningConfig = CONFIG,
 ) -> Shaped[Array, "L w"]:
     """Returns the payload of the rows of some ids, of zeros for ids of no row.
 
@@ -73,24 +58,18 @@ def encode(
 
     width = capacity * dim + (codec != "bf16") * capacity
     dtype = jnp.bfloat16 if codec == "bf16" else jnp.uint8
-    tile = _tile(dim, config)
-    (payload,) = launch(
+    tile = _tile(dim)
+    of = static(
+        **dict(num_rows=num_rows, capacity=capacity, dim=dim, width=width),
+        **dict(tile=tile, tile_dim=power_of_two(dim), codec=codec),
+    )
+    payload = launch_tree(
         row_wire_kernel.encode_kernel,
-        *(rows, ids, ids if words is None else words),
-        outputs=[jax.ShapeDtypeStruct((lists, width), dtype)],
+        static(rows=rows, ids=ids, words=words),
+        jax.ShapeDtypeStruct((lists, width), dtype),
+        of,
         grid=lists * -(-capacity // tile),
-        num_warps=config.num_warps,
-        num_stages=1,
-        constants=dict(
-            num_rows=num_rows,
-            capacity=capacity,
-            dim=dim,
-            width=width,
-            tile=tile,
-            tile_dim=power_of_two(dim),
-            codec=codec,
-            is_unbiased=words is not None,
-        ),
+        num_warps=_WARPS,
     )
     if codec == "bf16":
         return jax.lax.bitcast_convert_type(payload, jnp.uint16)
@@ -98,12 +77,7 @@ def encode(
 
 
 def decode(
-    payload: Shaped[Array, "L w"],
-    slots: Int[Array, "N"],
-    codec: str,
-    dim: int,
-    *,
-    config: TuningConfig = CONFIG,
+    payload: Shaped[Array, "L w"], slots: Int[Array, "N"], codec: str, dim: int
 ) -> Float[Array, "N D"]:
     """Returns the rows of some slots in bfloat16, zeros for numbers of no slot.
 
@@ -121,31 +95,24 @@ def decode(
 
     if codec == "bf16":
         payload = jax.lax.bitcast_convert_type(payload, jnp.bfloat16)
-    tile = _tile(dim, config)
-    (rows,) = launch(
-        row_wire_kernel.decode_kernel,
-        *(payload, slots),
-        outputs=[jax.ShapeDtypeStruct((slots.size, dim), jnp.bfloat16)],
-        grid=-(-slots.size // tile),
-        num_warps=config.num_warps,
-        num_stages=1,
-        constants=dict(
-            n=slots.size,
-            num_slots=lists * capacity,
-            capacity=capacity,
-            dim=dim,
-            width=width,
-            tile=tile,
-            tile_dim=power_of_two(dim),
-            codec=codec,
-        ),
+    tile = _tile(dim)
+    of = static(
+        **dict(n=slots.size, num_slots=lists * capacity, capacity=capacity, dim=dim),
+        **dict(width=width, tile=tile, tile_dim=power_of_two(dim), codec=codec),
     )
-    return rows
+    return launch_tree(
+        row_wire_kernel.decode_kernel,
+        static(payload=payload, slots=slots),
+        jax.ShapeDtypeStruct((slots.size, dim), jnp.bfloat16),
+        of,
+        grid=-(-slots.size // tile),
+        num_warps=_WARPS,
+    )
 
 
-def _tile(dim: int, config: TuningConfig) -> int:
+def _tile(dim: int) -> int:
     """Returns the rows of a program."""
-    return max(config.values // power_of_two(dim), 1)
+    return max(_VALUES // power_of_two(dim), 1)
 
 
 def _check(

@@ -31,87 +31,62 @@ _ROUND = tl.constexpr(1.5 * 2**23)
 
 @triton.jit
 @no_type_check
-def encode_kernel(
-    rows,
-    ids,
-    words,  # that decide how codes are rounded, or anything
-    payload,
-    num_rows: tl.constexpr,
-    capacity: tl.constexpr,
-    dim: tl.constexpr,
-    width: tl.constexpr,
-    tile: tl.constexpr,
-    tile_dim: tl.constexpr,
-    codec: tl.constexpr,
-    is_unbiased: tl.constexpr,
-):
+def encode_kernel(given, out, of):
     """Writes the payload of the rows that lists ask for, zeros for other ids."""
-    tiles: tl.constexpr = (capacity + tile - 1) // tile
+    tiles: tl.constexpr = (of.capacity + of.tile - 1) // of.tile
     number = tl.program_id(0) // tiles
-    entry = (tl.program_id(0) % tiles) * tile + tl.arange(0, tile)
-    exists = entry < capacity
-    first_id = ids + number.to(tl.int64) * capacity
+    entry = (tl.program_id(0) % tiles) * of.tile + tl.arange(0, of.tile)
+    exists = entry < of.capacity
+    first_id = given.ids.at + number.to(tl.int64) * of.capacity
     id = tl.load(first_id + entry, mask=exists, other=-1)
-    is_row = (id >= 0) & (id < num_rows)
-    d = tl.arange(0, tile_dim)[None, :]
-    at = rows + id.to(tl.int64)[:, None] * dim + d
-    x = tl.load(at, mask=is_row[:, None] & (d < dim), other=0.0).to(tl.float32)
+    is_row = (id >= 0) & (id < of.num_rows)
+    d = tl.arange(0, of.tile_dim)[None, :]
+    at = given.rows.at + id.to(tl.int64)[:, None] * of.dim + d
+    x = tl.load(at, mask=is_row[:, None] & (d < of.dim), other=0.0).to(tl.float32)
 
-    start = payload + number.to(tl.int64) * width
-    at = start + entry.to(tl.int64)[:, None] * dim + d
-    inside = exists[:, None] & (d < dim)
-    if codec == "bf16":
-        tl.store(at, x.to(payload.dtype.element_ty), mask=inside)
+    start = out.at + number.to(tl.int64) * of.width
+    at = start + entry.to(tl.int64)[:, None] * of.dim + d
+    inside = exists[:, None] & (d < of.dim)
+    if of.codec == "bf16":
+        tl.store(at, x.to(out.at.dtype.element_ty), mask=inside)
     else:
-        scaled, exponent = _scaled(x, codec)
-        if is_unbiased:
-            u = uniform(words, id, d)
-            codes = to_int8(scaled, u) if codec == "int8" else to_e4m3(scaled, u)
-        elif codec == "int8":
+        scaled, exponent = _scaled(x, of.codec)
+        if given.words is not None:
+            u = uniform(given.words.at, id, d)
+            codes = to_int8(scaled, u) if of.codec == "int8" else to_e4m3(scaled, u)
+        elif of.codec == "int8":
             codes = (scaled + _ROUND).to(tl.int32, bitcast=True).to(tl.uint8)
         else:
             codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         tl.store(at, codes, mask=inside)
         # The exponents of a list follow all of its codes.
-        tl.store(start + capacity * dim + entry, exponent, mask=exists)
+        tl.store(start + of.capacity * of.dim + entry, exponent, mask=exists)
 
 
 @triton.jit
 @no_type_check
-def decode_kernel(
-    payload,
-    slots,
-    rows,
-    n: tl.constexpr,
-    num_slots: tl.constexpr,
-    capacity: tl.constexpr,
-    dim: tl.constexpr,
-    width: tl.constexpr,
-    tile: tl.constexpr,
-    tile_dim: tl.constexpr,
-    codec: tl.constexpr,
-):
+def decode_kernel(given, out, of):
     """Writes the row of each slot, zeros for other numbers."""
-    i = tl.program_id(0) * tile + tl.arange(0, tile)
-    slot = tl.load(slots + i, mask=i < n, other=-1)
-    is_slot = (slot >= 0) & (slot < num_slots)
-    start = payload + (slot // capacity).to(tl.int64) * width
-    entry = (slot % capacity).to(tl.int64)
-    d = tl.arange(0, tile_dim)[None, :]
-    inside = is_slot[:, None] & (d < dim)
-    codes = tl.load(start[:, None] + entry[:, None] * dim + d, mask=inside, other=0)
-    if codec == "bf16":
+    i = tl.program_id(0) * of.tile + tl.arange(0, of.tile)
+    slot = tl.load(given.slots.at + i, mask=i < of.n, other=-1)
+    is_slot = (slot >= 0) & (slot < of.num_slots)
+    start = given.payload.at + (slot // of.capacity).to(tl.int64) * of.width
+    entry = (slot % of.capacity).to(tl.int64)
+    d = tl.arange(0, of.tile_dim)[None, :]
+    inside = is_slot[:, None] & (d < of.dim)
+    codes = tl.load(start[:, None] + entry[:, None] * of.dim + d, mask=inside, other=0)
+    if of.codec == "bf16":
         x = codes.to(tl.float32)
     else:
-        exponent = tl.load(start + capacity * dim + entry, mask=is_slot, other=0)
+        exponent = tl.load(start + of.capacity * of.dim + entry, mask=is_slot, other=0)
         bits = exponent.to(tl.int32) << _MANTISSA_BITS
-        if codec == "int8":
+        if of.codec == "int8":
             codes = codes.to(tl.int8, bitcast=True)
         else:
             codes = codes.to(tl.float8e4nv, bitcast=True)
         x = codes.to(tl.float32) * bits.to(tl.float32, bitcast=True)[:, None]
-    at = rows + i.to(tl.int64)[:, None] * dim + d
-    tl.store(at, x.to(rows.dtype.element_ty), mask=(i < n)[:, None] & (d < dim))
+    at = out.at + i.to(tl.int64)[:, None] * of.dim + d
+    tl.store(at, x.to(out.at.dtype.element_ty), mask=(i < of.n)[:, None] & (d < of.dim))
 
 
 @triton.jit

@@ -94,11 +94,7 @@ def norm_tail(
     xhat: DTypeLike | None = E4M3,
     tile: Tile | None = None,
 ) -> NormTail:
-    """Returns what `xla.norm_tail` does.
-
-    Args:
-        summands, vectors, dropout, epilogue, want, y_scale_inv, xhat: as there.
-        tile: None for the fastest that is known.
+    """Returns what `xla.norm_tail` does; arguments are as there.
 
     Raises:
         ValueError: if these operands are not served (see `why_not`), or gamma or beta
@@ -283,23 +279,16 @@ def joined_cast(
     return _written(run(kernel, tile, given, run.types(tile)), scale_inv)
 
 
-class _Types(NamedTuple):
-    """The types, or arrays, of a matrix in all forms; None where not wanted."""
+class _Run(NamedTuple):
+    """A launch: rows and columns of the matrix that is written, and its forms."""
 
-    bf16: Any
-    fp8: Any
-    fp8_t: Any
-    amaxes: Any
+    m: int
+    n: int
+    want: Forms
 
-
-class _Run:
-    """A launch: sizes of the matrix that is written, and its forms."""
-
-    def __init__(self, shape: tuple[int, int], want: Forms):
-        """Keeps rows and columns of the matrix, and its forms."""
-        self.m, self.n = shape
-        self.want = want
-        self.out_shape = want.written_shape(shape)
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        return self.want.written_shape((self.m, self.n))
 
     @classmethod
     def of(cls, name: str, like: Array, want: Forms, *operands: Any) -> "_Run":
@@ -313,34 +302,34 @@ class _Run:
         if reason := why_not(*shape, *operands):
             raise ValueError(f"{name}: {reason}.")
         require_triton()
-        return cls(shape, want)
+        return cls(*shape, want)
 
-    def types(self, tile: Tile) -> _Types:
+    def types(self, tile: Tile) -> Written:
         """Returns the types of the matrix in all its forms."""
         (m, n), want = self.out_shape, self.want
         fp8 = jnp.bfloat16 if want.fp8 is None else want.fp8
-        return _Types(
+        forms: dict[str, Any] = dict(
             bf16=_type((m, n), jnp.bfloat16) if want.bf16 else None,
             fp8=_type((m, n), fp8) if want.fp8 is not None else None,
             fp8_t=_type((n, m), fp8) if want.transposed else None,
             amaxes=_type((math.prod(tile.counts(m, n)),)) if want.amax else None,
         )
-
-    def __call__(self, kernel: Any, tile: Tile, given: dict, out: Any, **of: Any):
-        """Returns the results of a kernel, in the structure of `out`."""
-        grid = math.prod(tile.counts(*self.out_shape))
-        return self._launch(kernel, tile, given, out, grid, of)
+        return Written(**forms)
 
     def of_rows(self, kernel: Any, given: dict, *names: str, **of: Any) -> dict:
         """Returns statistics of whole rows by name, each of shape (m,)."""
         tile = STATISTICS[of["norm"]]
         out = {name: _type((self.m,)) for name in names}
         grid, _ = tile.counts(self.m, 1)
-        return self._launch(kernel, tile, given, out, grid, of)._asdict()
+        return self(kernel, tile, given, out, grid, **of)._asdict()
 
-    def _launch(
-        self, kernel: Any, tile: Tile, given: dict, out: Any, grid: int, of: dict
+    def __call__(
+        self, kernel: Any, tile: Tile, given: dict, out: Any, grid: int = 0, **of: Any
     ):
+        """Returns the results of a kernel, in the structure of `out`.
+
+        A program writes a tile of the matrix unless their number is given.
+        """
         (out_m, out_n), fp8 = self.out_shape, self.want.fp8
         constants = static(
             **dict(m=self.m, n=self.n, out_m=out_m, out_n=out_n),
@@ -349,6 +338,7 @@ class _Run:
             **of,
         )
         out = static(**out) if isinstance(out, dict) else out
+        grid = grid or math.prod(tile.counts(*self.out_shape))
         sizes = dict(grid=grid, num_warps=tile.num_warps)
         return launch_tree(kernel, static(**given), out, constants, **sizes)
 
@@ -357,10 +347,10 @@ def _type(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _written(y: Any, scale_inv: Scale | None) -> Written:
-    """Returns a result from the arrays of `_Run.types`."""
+def _written(y: Written, scale_inv: Scale | None) -> Written:
+    """Returns a result with the scale of its FP8 forms."""
     assert (y.fp8 is None) == (scale_inv is None)
-    return Written(y.bf16, y.fp8, y.fp8_t, scale_inv, y.amaxes)
+    return y._replace(scale_inv=scale_inv)
 
 
 def _apart(

@@ -43,10 +43,7 @@ ACTIVATIONS: dict[ActivationName, Callable[[Array], Array]] = {
 
 
 def norm_activation(
-    z: Float[Array, "m n"],
-    vectors: NormVectors = NO_VECTORS,
-    *,
-    epilogue: Epilogue,
+    z: Float[Array, "m n"], vectors: NormVectors = NO_VECTORS, *, epilogue: Epilogue
 ) -> Float[Array, "m n"]:
     """Returns float32 `activation(gamma norm(z + bias) + beta)`, differentiable."""
     xhat, _ = normalize(plus(z.astype(jnp.float32), vectors.bias), epilogue)

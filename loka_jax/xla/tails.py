@@ -264,13 +264,7 @@ def _matrix(x: Scaled | Outer, shape: tuple[int, int]) -> Array:
 
 
 def write(x: Float[Array, "m n"], want: Forms, scale_inv: Scale | None) -> Written:
-    """Returns a float32 matrix in the requested forms.
-
-    Args:
-        x: the matrix.
-        want: its forms.
-        scale_inv: of the FP8 form.
-    """
+    """Returns a float32 matrix in the requested forms."""
     x = _pad(x, want)
     data = None
     if want.fp8 is not None:

@@ -35,8 +35,8 @@ mesh loop_options
 config
 model planning settings
 planner build
+evaluation
 watch
-evaluation calls
 first_order
 logs
 folder

@@ -6,12 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax.normed import (
-    Epilogue,
-    bounded_scale_inv,
-    norm_features,
-    xhat_scale_inv,
-)
+from loka_jax.normed import Epilogue, bounded_scale_inv, norm_features, xhat_scale_inv
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,6 @@ class Checkpoints(contextlib.AbstractContextManager):
         may be donated immediately. The newest `keep` checkpoints are kept.
 
         Args:
-            step: the number of steps `state` has seen.
-            state: a pytree of arrays, including FP8 arrays.
             meta: finite JSON values, which `newest` returns.
 
         Raises:
@@ -205,7 +203,6 @@ class Checkpoints(contextlib.AbstractContextManager):
         Leaves are bit for bit as saved, on the devices of the template's leaves.
 
         Args:
-            saved: from `newest`.
             template: a pytree of arrays or `jax.ShapeDtypeStruct` like the saved state.
 
         Raises:

@@ -27,8 +27,6 @@ class Saved:
     """What the manifest of a checkpoint says about it.
 
     Attributes:
-        step: the number of steps its state has seen.
-        meta: the values that were saved with the state.
         leaves: dtype and shape of every leaf, by name.
     """
 

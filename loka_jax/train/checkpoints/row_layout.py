@@ -29,10 +29,7 @@ class RowLayout(NamedTuple):
 
 
 def read_state(
-    checkpoints: Checkpoints,
-    saved: Saved,
-    template: dict[str, Any],
-    layout: RowLayout,
+    checkpoints: Checkpoints, saved: Saved, template: dict[str, Any], layout: RowLayout
 ) -> dict[str, Any]:
     """Returns parts of a checkpoint's state with its rows in the order of a layout.
 

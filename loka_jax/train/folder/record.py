@@ -70,8 +70,6 @@ class RunRecord(contextlib.AbstractContextManager):
         """Locks `workdir`, creating it if necessary; call `start` before logging.
 
         Args:
-            config: the resolved config, as JSON values.
-            resume: whether to resume the run in the folder.
             may_change: dotted names of fields in which a resumed run's config may
                 differ, such as the number of steps. A name covers those below it.
             tensorboard: whether `log` also writes TensorBoard events.

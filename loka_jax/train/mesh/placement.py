@@ -84,9 +84,6 @@ def placement_of(
 ) -> Placement:
     """Returns the placement of a run: over a mesh, or without one on one device.
 
-    Args:
-        wire: how rows travel between them.
-
     Raises:
         ValueError: if the devices have too few places for the rows.
     """
@@ -104,7 +101,6 @@ class MeshPlacement(Placement):
     """The devices of a mesh.
 
     Attributes:
-        wire: how rows travel.
         implementation: of lookups and updates of rows.
         gradient_sum: how dense gradients are summed; None for float32.
     """

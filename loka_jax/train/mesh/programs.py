@@ -28,11 +28,7 @@ from loka_jax.train.state import TrainState
 
 
 def train_program(
-    mesh: Mesh,
-    router: Router,
-    step: Callable,
-    steps: int,
-    options: dict[str, Any],
+    mesh: Mesh, router: Router, step: Callable, steps: int, options: dict[str, Any]
 ) -> jax.stages.Wrapped:
     """Returns steps of `make_train_step`, one after another, compiled.
 
@@ -44,9 +40,6 @@ def train_program(
     The state is donated, and so are routed batches to write over: XLA records kernels
     in graphs with the addresses of their arrays, and has to record them again when an
     address changes.
-
-    Args:
-        steps: how many are taken by a call.
     """
 
     def parts_after(parts: dict[str, Any], batches, routed, coming, spent):
@@ -71,10 +64,7 @@ def train_program(
         donate_argnums=(0, 4),
         keep_unused=True,  # donated ones
         in_shardings=shardings(mesh, in_specs),
-        out_shardings=(
-            *shardings(mesh, out_specs[:2]),
-            routed_shardings(mesh, steps),
-        ),
+        out_shardings=(*shardings(mesh, out_specs[:2]), routed_shardings(mesh, steps)),
         compiler_options=options,
     )
 

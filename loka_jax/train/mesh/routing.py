@@ -65,12 +65,7 @@ class Counts(NamedTuple):
 
 
 class RoutedBatch(NamedTuple):
-    """The result of routing a batch, which its step takes.
-
-    Attributes:
-        routes: of the ids, by stack.
-        counts: of the batch.
-    """
+    """The result of routing a batch, which its step takes; routes are by stack."""
 
     routes: Any
     counts: Counts
@@ -85,9 +80,7 @@ class RoutedBatch(NamedTuple):
     def capacity(self) -> Any:
         """The places of a list, for each stack."""
         return jax.tree.map(
-            lambda route: route.asked.shape[1],
-            self.routes,
-            is_leaf=_is_routed,
+            lambda route: route.asked.shape[1], self.routes, is_leaf=_is_routed
         )
 
 
@@ -168,7 +161,6 @@ def capacity_for(need: float, most: int) -> int:
     so that runs alike compile the same programs.
 
     Args:
-        need: length of the longest list so far.
         most: no list is longer.
     """
     room = max((need + 4 * math.sqrt(need)) / _LEAST, 1.0)
@@ -182,7 +174,6 @@ class Router:
     Attributes:
         capacity: the places of a list, for each stack.
         climbs: how often a list did not fit, after the first batch.
-        sharding: of batches.
     """
 
     def __init__(

@@ -68,7 +68,6 @@ def update_alone(
     Args:
         touched: rows [K, C], and their gradients from this group.
         wire: how changes of rows travel, and when they are averaged.
-        words: decide how they are rounded.
     """
     rows, grads = touched
     rows = jnp.where(enabled, rows.reshape(-1), BAD_ID)

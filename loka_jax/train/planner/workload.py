@@ -151,12 +151,7 @@ def _state(config: Config, schema: Schema, tables: Tables) -> Any:
 
 
 def _stacks(
-    config: Config,
-    schema: Schema,
-    tables: Tables,
-    state: Any,
-    batch: int,
-    every: int,
+    config: Config, schema: Schema, tables: Tables, state: Any, batch: int, every: int
 ) -> tuple[Stack, ...]:
     if isinstance(tables, TableSpec):
         stacks = [(tables, range(len(tables.rows)), state.table, state.row_state)]

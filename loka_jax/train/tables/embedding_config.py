@@ -47,7 +47,6 @@ class EmbeddingConfig:
         """Returns the dim of each column's table.
 
         Args:
-            columns: all columns.
             owners: the column whose table each uses; () if each has its own.
 
         Raises:

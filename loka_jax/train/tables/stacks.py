@@ -38,7 +38,6 @@ def by_stack(function: Callable[..., Any], tables: Tables, *parts: Any) -> Any:
     """Returns `function(spec, *parts)`; of several stacks a tuple, one of each.
 
     Args:
-        function: of a stack's spec, and its part of each of `parts`.
         parts: what belongs to the only stack, or a tuple with what belongs to each.
     """
     if isinstance(tables, TableSpec):
@@ -77,12 +76,7 @@ def project(model: Model, tables: Tables) -> "Model | Projected":
 
 @dataclasses.dataclass(frozen=True)
 class Projected:
-    """A model of the embeddings of each stack; used as the model itself is.
-
-    Attributes:
-        model: of embeddings `[B, F, D]`.
-        tables: the stacks.
-    """
+    """A model of the embeddings `[B, F, D]` of all stacks; used as the model is."""
 
     model: Model
     tables: MixedTables
@@ -131,22 +125,16 @@ class Projected:
         self, projections: dict[str, Array], rows: tuple[Array, ...]
     ) -> Float[Array, "B F D"]:
         """Returns the vectors of all fields, in their order."""
-        parts = [
-            _project(part, projections[str(stack.dim)])
-            if str(stack.dim) in projections
-            else part
-            for stack, part in zip(self.tables.stacks, rows, strict=True)
-        ]
+        parts = []
+        for stack, part in zip(self.tables.stacks, rows, strict=True):
+            if str(stack.dim) in projections:
+                weight, dtype = projections[str(stack.dim)], part.dtype
+                part = jnp.einsum(
+                    "bgd,gde->bge",
+                    part,
+                    weight.astype(dtype),
+                    preferred_element_type=jnp.float32,
+                ).astype(dtype)
+            parts.append(part)
         places = np.argsort(np.concatenate(self.tables.fields))
         return jnp.concatenate(parts, axis=1)[:, places]
-
-
-def _project(
-    rows: Float[Array, "B G d"], projection: Float[Array, "G d D"]
-) -> Float[Array, "B G D"]:
-    return jnp.einsum(
-        "bgd,gde->bge",
-        rows,
-        projection.astype(rows.dtype),
-        preferred_element_type=jnp.float32,
-    ).astype(rows.dtype)

@@ -53,7 +53,6 @@ def update_table(
 
     Args:
         touched: ids of rows, and their gradients.
-        enabled: False on a step that is skipped.
         ascending: as in `embedding.update_rows`.
     """
     ids, row_grads = touched

@@ -7,43 +7,17 @@ narrower than that of a loss. Errors of single products do not show what they ad
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
 
 from loka_jax.dispatch.plan import make_plan
 from loka_jax.dispatch.policy import Decision
 from loka_jax.measure.intervals import Interval, interval
 from loka_jax.site import BF16
 from loka_jax.train.build import Run
+from loka_jax.train.evaluation import Evaluated
 from loka_jax.train.watch.host_state import Progress
 from loka_jax.train.watch.replan import Change
-
-
-class Scored(NamedTuple):
-    """Examples with the logits of a model; of several tasks with a column for each.
-
-    Attributes:
-        labels: 0 or 1; NaN where one of several is missing.
-        weights: 0 for padding.
-    """
-
-    logits: Float[np.ndarray, "N"] | Float[np.ndarray, "N T"]
-    labels: Float[np.ndarray, "N"] | Float[np.ndarray, "N T"]
-    weights: Float[np.ndarray, "N"]
-
-    @property
-    def losses(self) -> Float[np.ndarray, "N"]:
-        """The log loss of each example times its weight, over all tasks."""
-        weights = self.weights[self.weights > 0]
-        logits, labels = (
-            np.asarray(x[self.weights > 0], np.float64).reshape(len(weights), -1)
-            for x in (self.logits, self.labels)
-        )
-        with np.errstate(invalid="ignore"):  # of logits that are not finite
-            losses = np.logaddexp(0.0, logits) - np.nan_to_num(labels) * logits
-        return weights * np.where(np.isnan(labels), 0.0, losses).sum(axis=1)
 
 
 def is_due(run: Run, progress: Progress) -> bool:
@@ -57,15 +31,12 @@ def in_bfloat16(run: Run) -> Run:
 
 
 def confirmed(
-    run: Run, progress: Progress, by_plan: Scored, in_bf16: Scored
+    run: Run, progress: Progress, by_plan: Evaluated, in_bf16: Evaluated
 ) -> tuple[str, Change]:
-    """Returns a sentence on the rise of the loss, and what follows.
+    """Returns a sentence on the rise of the loss on these examples, and what follows.
 
     The plan stays unless the rise is beyond `Limits.loss`, and beyond zero at the lower
     end of its interval. Sites that leave FP8 stay in bfloat16.
-
-    Args:
-        by_plan, in_bf16: the same examples.
     """
     with np.errstate(invalid="ignore"):
         rise = rise_of(by_plan, in_bf16)
@@ -84,7 +55,7 @@ def confirmed(
     return said, Change(run.plan.changed(left), (said,), after)
 
 
-def rise_of(by_plan: Scored, in_bf16: Scored) -> Interval:
+def rise_of(by_plan: Evaluated, in_bf16: Evaluated) -> Interval:
     """Returns the relative rise of the loss, with its 95 % interval."""
     losses = in_bf16.losses
     rise = interval(by_plan.losses - losses)

@@ -30,10 +30,7 @@ class Progress:
     """The host's state of a run; saved with the device's state.
 
     Attributes:
-        step: steps taken, including skipped ones.
-        examples: training examples seen.
         seconds: time spent training, without evaluations and checkpoints.
-        plateau: the state of the plateau schedule and of early stopping.
         best: the best evaluation so far by `OptimConfig.best_by`, as in metrics.jsonl.
         changes: a sentence for each site that left FP8, or entered it.
         returns: a sentence for each return to a checkpoint after a divergence.
@@ -43,8 +40,6 @@ class Progress:
             or the validation loss rose by FP8.
         replanned: the step of the newest change of the plan.
         confirmed: the step of the change that `watch.confirm` has judged; -1 for none.
-        guard: the losses so far.
-        scale_watch: the amaxes that were far off their delayed scales so far.
         days: the quality on each day's training rows before it was trained on them, in
             a run that goes on from another one; see `train.next_day`.
     """

@@ -9,9 +9,9 @@ import jax
 
 from loka_jax import jsonfile
 from loka_jax.dispatch.drift import after_change
-from loka_jax.dispatch.entering import entering
 from loka_jax.dispatch.groups import cross_networks
 from loka_jax.dispatch.learned import keep_errors
+from loka_jax.dispatch.outlook import entering
 from loka_jax.dispatch.plan import DispatchPlan, as_json, from_json
 from loka_jax.dispatch.policy import Decision
 from loka_jax.dispatch.processes import same_text

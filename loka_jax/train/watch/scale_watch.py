@@ -24,8 +24,8 @@ from loka_jax.data import Dataset, Position
 from loka_jax.fp8 import E4M3
 from loka_jax.recipe import OPERANDS, Recipe
 from loka_jax.scaling import DelayedScaling, amax_ratios, smallest_ratio
+from loka_jax.train.loop_options import LOOK_STEPS
 
-LOOK_STEPS = 8
 CLIPPED = 16.0  # ratio above which an amax is an outlier
 FLUSHED = 16.0  # amax, in smallest numbers of its scale, below which most values are 0
 SWAMPED = 0.5  # share of the dense values that are too small beside the largest one
@@ -48,7 +48,6 @@ class Look(NamedTuple):
     """A look at the newest steps, which the device may still be computing.
 
     Attributes:
-        position: position of the next batch.
         swamped: share of the nonzero dense values of the newest batch that become zero
             in E4M3 under a scale for the largest of them.
         largest: the place of that value in the batch, and the value.
@@ -90,7 +89,6 @@ class ScaleWatch:
         warnings: a sentence for each step that showed a new operand or column.
         known: the operands and columns of these warnings.
         skipped: the number of steps skipped before the newest look.
-        reads: the number of batches read again.
     """
 
     warnings: tuple[str, ...] = ()

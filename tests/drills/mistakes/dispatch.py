@@ -9,8 +9,8 @@ MISTAKES = [
     Mistake(
         "a model that adopts FP8 begins with scales that no step has made",
         f"{_DISPATCH}/model_loss.py",
-        "                scales = after(scales, self.variables, batch)",
-        "                pass",
+        "            scales = after(scales, rest, batch)",
+        "            pass",
         "whole/dispatch/adopt_plans_test.py",
     ),
     Mistake(
@@ -37,7 +37,7 @@ MISTAKES = [
     Mistake(
         "sites over a mesh are planned for the rows of all devices",
         f"{_DISPATCH}/adopt.py",
-        "    share = 1 / _devices(batch)",
+        "    share = 1 / _devices(batches[0])",
         "    share = 1.0",
         "whole/dispatch/adopt_test.py",
     ),
@@ -50,14 +50,14 @@ MISTAKES = [
     ),
     Mistake(
         "FP8 is entered however few steps are left",
-        f"{_DISPATCH}/entering.py",
+        f"{_DISPATCH}/outlook.py",
         "        return self.saves > self.costs",
         "        return self.saves > 0",
         "unit/train/watch/replan_test.py",
     ),
     Mistake(
         "layers with other kernels share a row",
-        f"{_DISPATCH}/folding.py",
+        f"{_DISPATCH}/printing.py",
         'alike.setdefault((_NUMBER.sub("#", row[0]), row[1]), [])',
         'alike.setdefault(_NUMBER.sub("#", row[0]), [])',
         "unit/dispatch/printing_test.py",
@@ -318,7 +318,7 @@ MISTAKES = [
     Mistake(
         "operations are priced by tails that do not run on a device",
         f"{_DISPATCH}/plan.py",
-        "return None if why_no_kernels(performance.device) else performance.roofline",
+        "return None if performance.device.why_not_pallas else performance.roofline",
         "return performance.roofline",
         "unit/dispatch/groups_test.py",
     ),

@@ -188,11 +188,4 @@ MISTAKES = [
         '"speedup": times[arm].median_us / base',
         "unit/experiments/bench/arithmetic_test.py",
     ),
-    Mistake(
-        "the cost of looks leaves out the steps between them",
-        f"{BENCH}/looks.py",
-        '(every * times["step"].median_us)',
-        'times["step"].median_us',
-        "unit/experiments/bench/arithmetic_test.py",
-    ),
 ]

@@ -160,8 +160,8 @@ MISTAKES = [
     Mistake(
         "the search in a list stops an entry before its end",
         "loka_jax/triton/merge.py",
-        "halvings=capacity.bit_length(),",
-        "halvings=(capacity - 1).bit_length(),",
+        "halvings=capacity.bit_length())",
+        "halvings=(capacity - 1).bit_length())",
         "unit/triton/rows_test.py",
     ),
     Mistake(

@@ -107,8 +107,8 @@ MISTAKES = [
     ),
     Mistake(
         "a call of several steps passes over a look at operands",
-        "loka_jax/train/calls.py",
-        "        config.probe.look_every or after,\n",
+        "loka_jax/train/config.py",
+        "            self.probe.look_every or after,\n",
         "",
         "unit/train/steps_at_once_test.py",
     ),

@@ -55,11 +55,7 @@ def test_what_a_policy_applies_to_is_changed_and_counted(
     ("value", "policies", "why"),
     [
         *(
-            (
-                value,
-                STRICT,
-                f"has {shown} in dense column 'x', which .*strict",
-            )
+            (value, STRICT, f"has {shown} in dense column 'x', which .*strict")
             for value, shown in (("", "no value"), ("nan", "nan"), ("-inf", "-inf"))
         ),
         ("2e12", STRICT, r"has 2e\+12 in .* correct it or set --data.bad clean"),

@@ -6,9 +6,8 @@ import functools
 import jax
 import pytest
 
-from loka_jax.dispatch.entering import entering
 from loka_jax.dispatch.first_use import NOT_CHECKED, as_if_accurate
-from loka_jax.dispatch.outlook import Remedies, last_line, with_rows
+from loka_jax.dispatch.outlook import Remedies, entering, last_line, with_rows
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan, make_plan
 from loka_jax.dispatch.table import Entry, Table

@@ -6,10 +6,9 @@ import io
 import pytest
 from rich.console import Console
 
-from loka_jax.dispatch.folding import folded
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.policy import Decision
-from loka_jax.dispatch.printing import print_plan, print_sites
+from loka_jax.dispatch.printing import folded, print_plan, print_sites
 from loka_jax.site import BF16, Choice
 from tests.support.dispatch import ROW, site
 
@@ -19,10 +18,7 @@ from tests.support.dispatch import ROW, site
     [
         (["head"], "head"),
         ([f"layer_{i}/up" for i in range(3)], "layer_{0..2}/up (3)"),
-        (
-            [f"l_{i}/up_{j}" for i in (0, 1) for j in (3, 5)],
-            "l_{0..1}/up_{3,5} (4)",
-        ),
+        ([f"l_{i}/up_{j}" for i in (0, 1) for j in (3, 5)], "l_{0..1}/up_{3,5} (4)"),
         (["a_1/up_7", "a_2/up_7"], "a_{1..2}/up_7 (2)"),
         ([f"a_{i}" for i in (1, 3, 5, 7, 9)], "a_{1..9} (5)"),
     ],

@@ -41,10 +41,7 @@ CSV += ["user", "--data.dense", "age"]
         ("TINY --resume", "there is no run runs/fp8_dlrm_tiny-"),
         ("CSV --data.path missing.csv", "missing.csv does not exist"),
         ("--config table", "needs --data.path, a file or a folder"),
-        (
-            "--config table --model dlrn",
-            "--model dlrn must be one of dcnv2, ",
-        ),
+        ("--config table --model dlrn", "--model dlrn must be one of dcnv2, "),
         ("--config csv_dlrm --model dlrm", "with --config table"),
     ],
 )
@@ -98,11 +95,7 @@ def test_a_workdir_that_cannot_be_used_and_other_options_are_refused(run, workdi
     for option, value, said in (
         ("--optim.lr", "0.5", "(--optim.lr: saved 0.002, now 0.5): leave these"),
         ("--recipe", "bf16", "now 'bf16'"),
-        (
-            "--config",
-            tiny_config("bf16_dlrm"),
-            "saved 'fp8_dlrm_tiny', now 'bf",
-        ),
+        ("--config", tiny_config("bf16_dlrm"), "saved 'fp8_dlrm_tiny', now 'bf"),
     ):
         assert_refused(run(train, "--resume", *at, option, value), said)
     (workdir / "config.json").write_text("{")

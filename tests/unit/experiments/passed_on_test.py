@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import loka_jax
-from experiments import configs, evaluate, export, predict, probe, train
+from experiments import configs, evaluate, export, options, predict, probe, train
 from loka_jax import export as exports
 from loka_jax import jsonfile
 from loka_jax import predict as predictions
@@ -43,7 +43,7 @@ def passed_on(monkeypatch, run):
         monkeypatch.setattr(predictions, "load", keep)
         monkeypatch.setattr(predictions, "score_file", score_file)
         monkeypatch.setattr(exports, "export_run", keep)
-        monkeypatch.setattr(command, "unwind_on_sigterm", lambda: unwound.append(1))
+        monkeypatch.setattr(options, "unwind_on_sigterm", lambda: unwound.append(1))
         code, out, err = run(command, *line)
         assert (code, err, unwound) == (0, "", [1])
         return seen, out.splitlines()
@@ -165,7 +165,7 @@ def test_evaluate(run, monkeypatch, tmp_path):
     stand_in = SimpleNamespace(step=7)
     monkeypatch.setattr(predictions, "load", lambda workdir: stand_in)
     monkeypatch.setattr(predictions, "evaluate_files", evaluate_files)
-    monkeypatch.setattr(evaluate, "unwind_on_sigterm", lambda: None)
+    monkeypatch.setattr(options, "unwind_on_sigterm", lambda: None)
     line = ["--workdir", "run", "--data.path", "a", "b", "--by", "country"]
     out = tmp_path / "e.json"
     code, said, _ = run(evaluate, *line, "--out", out)

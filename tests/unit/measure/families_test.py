@@ -17,7 +17,9 @@ from loka_jax.measure.checking import NO_MEMORY
 from loka_jax.measure.families import BY_SITE, FAMILIES
 
 PACKAGE = pathlib.Path(loka_jax.__file__).parent
-LAUNCHES = re.compile(r"(.+\.)?(launch|_launch|triton_call)|plgpu\.kernel|_Run\.of")
+LAUNCHES = re.compile(
+    r"(.+\.)?(_?launch|launch_tree|triton_call)|plgpu\.kernel|_Run\.of"
+)
 # They are given a kernel.
 PLUMBING = {"triton.launch.launch", "triton.trees.launch_tree"}
 
@@ -121,8 +123,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    "family, index, plant",
-    [pytest.param(*fault, id=what) for what, *fault in FAULTS],
+    "family, index, plant", [pytest.param(*fault, id=what) for what, *fault in FAULTS]
 )
 def test_a_planted_fault_is_found(family, index, plant):
     case = _case(family, index)

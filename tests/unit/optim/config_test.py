@@ -102,10 +102,7 @@ def test_the_first_step_is_the_optimizers(options, expected):
         (dict(), optim.RowwiseAdagrad(c=3.0)),
         (dict(rows_c=4.0), optim.RowwiseAdagrad(c=4.0)),
         (dict(rows_lagged=True), optim.LaggedRowwiseAdagrad(c=3.0)),
-        (
-            dict(rows_c=4.0, rows_lagged=True),
-            optim.LaggedRowwiseAdagrad(c=4.0),
-        ),
+        (dict(rows_c=4.0, rows_lagged=True), optim.LaggedRowwiseAdagrad(c=4.0)),
         (dict(rows="adam"), optim.Adam()),
         (dict(rows="sgd"), optim.Sgd()),
     ],

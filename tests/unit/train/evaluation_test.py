@@ -60,7 +60,7 @@ def finally_of(monkeypatch):
     def evaluated(**values):
         weights = (np.arange(4 * SIZE) < ROWS).astype(np.float32)
         rows = np.arange(4 * SIZE, dtype=np.float32)
-        found = Evaluated(VALUES | values, rows, rows % 2, weights, (SIZE,) * 4)
+        found = Evaluated(rows, rows % 2, weights, VALUES | values, (SIZE,) * 4)
         monkeypatch.setattr(evaluation, "evaluate", lambda *_: found)
         return evaluate_finally(run, None, valid), valid
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from loka_jax.train.calls import steps_at_once
 from loka_jax.train.config import LoopConfig, ProbeOptions, RunOptions
 from tests.support.train import config
 
@@ -16,7 +15,7 @@ def of(step, *, end=1000, probe=0, profile=None, **loop):
         probe=ProbeOptions(every=probe),
         run=RunOptions(profile=profile),
     )
-    return steps_at_once(asked, step, steps_per_epoch=700, end=end)
+    return asked.steps_at_once(step, steps_per_epoch=700, end=end)
 
 
 def test_what_is_due_between_steps_ends_a_call(monkeypatch):

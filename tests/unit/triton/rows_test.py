@@ -117,7 +117,8 @@ def test_rows_for_the_wire_are_followed_by_their_scales(launches, codec, dtype, 
     assert payload.dtype == dtype and payload.nbytes == 3 * width
     assert out.shape == (100, 20) and out.dtype == BF16
     for launch in launches:
-        launch.assert_given(capacity=270, dim=20, tile=64, tile_dim=32)
+        of = launch.given["of"]
+        assert (of.capacity, of.dim, of.tile, of.tile_dim) == (270, 20, 64, 32)
     assert [launch.grid for launch in launches] == [3 * 5, 2]
 
 
@@ -125,7 +126,7 @@ def test_merged_lists_are_searched_to_the_last_entry(launches):
     merge.merge_lists(ones(3, 100, dtype=I32))
     merge.merge_lists(ones(2, 64, dtype=I32))
     for launch in launches:
-        launch.assert_given(halvings=7)  # of 65 places in a list of 64, too
+        assert launch.given["of"].halvings == 7  # of 65 places in a list of 64, too
 
 
 def test_a_joined_norm_keeps_and_writes_only_what_is_read(launches):

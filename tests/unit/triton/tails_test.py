@@ -36,7 +36,7 @@ def test_what_is_given_is_read_and_what_lacks_is_absent(launches):
     assert given.summands == (given.x0,) == (z,) and (of.m, of.n) == (70, 150)
     lacking = given.outer, given.bias, given.head, given.scale_inv, types.row_sums
     assert lacking == (None,) * 5 and types.dots is None
-    assert types.y.bf16.shape == (70, 150) and types.y[1:] == (None,) * 3
+    assert types.y.bf16.shape == (70, 150) and types.y[1:] == (None,) * 4
     lacking = out.y.fp8, out.y.amaxes, out.row_sum, out.dots
     assert lacking == (None,) * 4 and out.y.bf16.shape == (70, 150)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loka_jax.measure import families, family_fm_lcb
+from loka_jax.measure import families, family_pallas
 from tests.support import pallas as support
 from tests.support.pallas import interpret
 
@@ -11,9 +11,9 @@ __all__ = ["interpret"]
 
 @pytest.mark.parametrize("name", ["fm_lcb", "fm_lcb_backward"])
 def test_what_is_right_passes(name, interpret, monkeypatch):
-    module = getattr(family_fm_lcb, name)
+    module = getattr(family_pallas, name)
     run = support.interpreted(getattr(module, name), interpret)
     monkeypatch.setattr(module, name, run)
-    monkeypatch.setattr(family_fm_lcb, "_BATCH", 5)  # on two SMs
+    monkeypatch.setattr(family_pallas, "_BATCH", 5)  # on two SMs
     how = dict(compiled=lambda kernel: kernel, workers=1)
     assert families.why_wrong(name, **how) is None

@@ -12,7 +12,7 @@ import pytest
 
 from loka_jax import jagged
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Rule
-from loka_jax.measure import families, family_attention
+from loka_jax.measure import families, family_pallas
 from loka_jax.ops.jagged_attention import AttentionPlan, jagged_attention
 from loka_jax.pallas.jagged_attention import TuningConfig, attend, search_space
 from tests.support import attention
@@ -86,10 +86,10 @@ def test_all_configs_are_right(config, interpret):
 
 def test_what_is_right_passes_the_check(interpret, monkeypatch):
     plan = AttentionPlan(None, interpret)
-    monkeypatch.setattr(family_attention, "AttentionPlan", lambda reason: plan)
-    monkeypatch.setattr(family_attention, "_EXAMPLES", 3)
-    monkeypatch.setattr(family_attention, "_LONGEST", 100)
-    cases = family_attention.jagged_attentions()[:1]
+    monkeypatch.setattr(family_pallas, "AttentionPlan", lambda reason: plan)
+    monkeypatch.setattr(family_pallas, "_EXAMPLES", 3)
+    monkeypatch.setattr(family_pallas, "_LONGEST", 100)
+    cases = family_pallas.jagged_attentions()[:1]
     monkeypatch.setitem(
         families.FAMILIES,
         "jagged_attention",

@@ -12,15 +12,7 @@ import pytest
 from loka_jax import fp8, xla
 from loka_jax.fp8 import E4M3, E5M2
 from loka_jax.normed import Epilogue, NormVectors
-from loka_jax.tails import (
-    Dropout,
-    Forms,
-    Outer,
-    Scale,
-    Scaled,
-    TailResiduals,
-    Written,
-)
+from loka_jax.tails import Dropout, Forms, Outer, Scale, Scaled, TailResiduals, Written
 from loka_jax.triton import tails
 from tests import support
 from tests.support.triton import anywhere, interpreted, on_gpu, skip_without_triton

@@ -12,18 +12,18 @@ from loka_jax.triton.launch import launch
 
 def test_kernels_are_typed_calls_that_write_in_place():
     pytest.importorskip("jax_triton", exc_type=ImportError)
-    from loka_jax.triton import row_wire_kernel
+    from loka_jax.triton.row_update_kernel import sum_runs_kernel
 
     rows = jax.ShapeDtypeStruct((64, 16), jnp.float32)
-    ids = jax.ShapeDtypeStruct((1, 64), jnp.int32)
-    constants = dict(num_rows=64, capacity=64, dim=16, width=1024, tile=64)
-    constants |= dict(tile_dim=16, codec="bf16", is_unbiased=False)
-    how = dict(grid=1, num_warps=4, num_stages=1, constants=constants, aliases={0: 0})
+    ids = jax.ShapeDtypeStruct((64,), jnp.int32)
+    constants = dict(n=64, dim=16, is_carried=True, positions=64, tile_dim=16)
+    how = dict(grid=1, num_warps=4, num_stages=1, constants=constants, aliases={3: 0})
 
     def call(*operands):
-        return launch(row_wire_kernel.encode_kernel, *operands, outputs=[rows], **how)
+        outputs = [rows, ids, ids, rows]
+        return launch(sum_runs_kernel, *operands, outputs=outputs, **how)
 
-    traced = jax.jit(call).trace(rows, ids, ids)
+    traced = jax.jit(call).trace(ids, ids, rows, rows)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "@triton_kernel_call_ffi" in text and "api_version = 4" in text
     assert "backend_config = {opaque = " in text and "output_operand_alias" in text

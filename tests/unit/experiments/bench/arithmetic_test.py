@@ -1,12 +1,11 @@
 """What benchmarks make of times that are given: ratios, shares, rates, costs."""
 
-import dataclasses
 import json
 from types import SimpleNamespace
 
 import pytest
 
-from experiments.bench import looks, paired_seeds, step_split
+from experiments.bench import paired_seeds, step_split
 from loka_jax.measure.timing import Timing
 
 
@@ -26,10 +25,6 @@ def timed(monkeypatch):
     return timed
 
 
-def nothing(*_, **__):
-    """Stands in for what a benchmark does before it computes."""
-
-
 def test_step_split_divides_the_first_arms_time_by_each(timed, tmp_path):
     record, asked = {"memory_bytes": 1, "kernels_us": {}}, []
     timed(
@@ -45,22 +40,6 @@ def test_step_split_divides_the_first_arms_time_by_each(timed, tmp_path):
     found = json.loads(out.read_text())["arms"]
     assert {k: v["speedup"] for k, v in found.items()} == {"a": 1.0, "b": 3.0}
     assert asked == [("x", arm, 64, ("block",), "off") for arm in "ab"]
-
-
-def test_looks_cost_what_they_add_to_the_steps_between(timed):
-    state = dataclasses.make_dataclass("State", ["probe", "step"])(1, 2)
-    config = SimpleNamespace(probe=SimpleNamespace(look_every=20))
-    run = SimpleNamespace(step=None, train_step=nothing, config=config)
-    timed(
-        looks,
-        {"step": 50.0, "look": 400.0},
-        run_of=lambda *_: run,
-        warm_up=lambda run: (state, [1]),
-        look_step=lambda *_: lambda state, batch: 0,
-        watched=nothing,
-        profile_kernels=nothing,
-    )
-    assert looks.measure(looks.Arguments(), 64)["cost"] == 400 / (20 * 50)
 
 
 def test_pairs_differ_by_the_second_from_the_first():

@@ -36,12 +36,7 @@ def test_what_is_not_there_has_its_default(values):
     "part, field, value, sentence",
     [
         ("data", "min_cuont", 1, "data.min_cuont is no field .* mean 'min_count'"),
-        (
-            "data",
-            "encoding",
-            "hsah",
-            r"data.encoding .*: use one of vocabulary, ",
-        ),
+        ("data", "encoding", "hsah", r"data.encoding .*: use one of vocabulary, "),
         ("data", "rows", [5, "x"], r"data.rows\[1\] is wrong .*int, got str"),
         ("model", "kind", "Dlmr", "model.kind is Dlmr, which is none of Dcnv2, Dhen, "),
         ("loop", "batch_size", -1, "--loop.batch-size -1 must be at least 1"),

@@ -1,6 +1,7 @@
 """FP8 of a plan against bfloat16 on validation examples."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -11,14 +12,15 @@ from loka_jax.dispatch.policy import Decision
 from loka_jax.site import BF16, Choice
 from loka_jax.train import build as build_lib
 from loka_jax.train.config import DispatchOptions
+from loka_jax.train.evaluation import Evaluated
 from loka_jax.train.watch import confirm
-from loka_jax.train.watch.confirm import Scored
 from loka_jax.train.watch.host_state import Progress
 from tests.support import train as support
 from tests.support import without_data
 
 SITES = BOTTOM, TOP = ("bottom_mlp/dense_1", "top_mlp/dense_0")
 ROW = Choice.parse(support.ROW)
+Scored = functools.partial(Evaluated, values={}, counts=())
 PROGRESS = Progress(step=80, position=Position(0, 80, 0))
 
 

@@ -1,0 +1,110 @@
+"""What Pallas kernels are checked on: against float32 by XLA.
+
+Attention has examples of many lengths, none and one among them, with all that a mask
+has; Wukong's FM and LCB slabs of rows that overlap; both more than two rounds of CTAs.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from loka_jax.measure.check_families import BF16, Case, normal
+from loka_jax.ops import fm_lcb as fm_lcb_ops
+from loka_jax.ops.jagged_attention import BY_XLA, AttentionPlan, jagged_attention
+from loka_jax.pallas import fm_lcb, fm_lcb_backward
+
+# silu of the scores and their gradients are rounded to bfloat16.
+_NOISE = 2.0**-6
+# P, S and X X^T are rounded to bfloat16, and values lie some deviations off their mean.
+_FM_LCB = 2.0**-6
+_BATCH, _N, _D, _K, _M = 269, 80, 64, 32, 64
+_EXAMPLES, _HEADS, _LONGEST, _SPARE = 60, 4, 333, 45
+
+
+def _operands(size: int) -> tuple[Any, ...]:
+    lengths = np.linspace(0, _LONGEST, _EXAMPLES).astype(np.int32)
+    lengths[1::2] = lengths[1::2][::-1]
+    offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
+    shape = (int(offsets[-1]) + _SPARE, _HEADS, size)
+    rows = [normal(*shape, seed=i, dtype=BF16) for i in range(4)]
+    counts = [np.arange(_EXAMPLES, dtype=np.int32) % n for n in (4, 6)]
+    return *rows, offsets, *counts
+
+
+def _both_ways(plan: AttentionPlan, operands, dtype) -> tuple[Any, ...]:
+    """Returns the output and the gradients of q, k and v."""
+    *rows, offsets, num_contextual, num_candidates = operands
+    q, k, v, gradient = (x.astype(dtype) for x in rows)
+
+    def attention(q, k, v):
+        return jagged_attention(
+            q,
+            k,
+            v,
+            offsets,
+            num_contextual=num_contextual,
+            num_candidates=num_candidates,
+            window=200,
+            oldest=7,
+            scale=q.shape[-1] ** -0.5,
+            max_length=_LONGEST,
+            plan=plan,
+        )
+
+    out, pull = jax.vjp(attention, q, k, v)
+    return tuple(x.astype(BF16) for x in (out, *pull(gradient)))
+
+
+def jagged_attentions() -> list[Case]:
+    """Returns a case of each size of heads, forward and backward."""
+
+    def case(size: int) -> Case:
+        return Case(
+            f"attention of heads of {size}",
+            lambda: _operands(size),
+            lambda *x: _both_ways(AttentionPlan(None), x, jnp.bfloat16),
+            lambda *x: _both_ways(BY_XLA, x, jnp.float32),
+            _NOISE,
+        )
+
+    return [case(size) for size in (64, 128, 256)]
+
+
+def _fm_lcb_operands() -> tuple[Any, Any]:
+    weight = normal(_N, _M, seed=1) / np.float32(_N**0.5)
+    return normal(_BATCH, _N, _D, dtype=BF16), weight.astype(BF16)
+
+
+def _fm_lcb_by_xla(x, weight):
+    """Returns FM and LCB in float32."""
+    x, weight = (v.astype(jnp.float32) for v in (x, weight))
+    return fm_lcb_ops.fm_lcb(x, weight, k=_K)
+
+
+def fm_lcbs() -> list[Case]:
+    """Returns the case of the forward pass."""
+    ours = lambda x, weight: fm_lcb.fm_lcb(x, weight, _K)  # noqa: E731
+    theirs = lambda *x: tuple(y.astype(BF16) for y in _fm_lcb_by_xla(*x))  # noqa: E731
+    return [Case("FM and LCB", _fm_lcb_operands, ours, theirs, _FM_LCB)]
+
+
+def fm_lcbs_backward() -> list[Case]:
+    """Returns the case of the backward pass, with a residual in two parts."""
+
+    def draw():
+        shapes = (_BATCH, _N, _K), (_BATCH, _M - _K, _D)
+        gradients = [normal(*shape, seed=2, dtype=BF16) for shape in shapes]
+        added = tuple(normal(_BATCH, n, _D, seed=3, dtype=BF16) for n in (48, 32))
+        return *_fm_lcb_operands(), *gradients, added
+
+    def theirs(x, weight, dfm, dlcb, added):
+        operands = (v.astype(jnp.float32) for v in (x, weight))
+        _, pull = jax.vjp(_fm_lcb_by_xla, *operands)
+        dx, dweight = pull(tuple(g.astype(jnp.float32) for g in (dfm, dlcb)))
+        dx += jnp.concatenate(added, axis=1).astype(jnp.float32)
+        return dx.astype(BF16), dweight
+
+    ours = lambda *x: fm_lcb_backward.fm_lcb_backward(*x)  # noqa: E731
+    return [Case("FM and LCB, backward", draw, ours, theirs, _FM_LCB)]
