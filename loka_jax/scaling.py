@@ -22,7 +22,7 @@ clips or scales all gradients, or all variables, changes no scale.
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from loka_jax import fp8, maxima
+from loka_jax.mapped import equally_varying
 from loka_jax.recipe import OPERANDS, Cast, Operand, Recipe
 
 # Outliers in fewer steps in a row set no level; a jump that stays does after as many.
@@ -44,6 +45,11 @@ _WEIGHT = 2.0**-14
 _FAINT_WEIGHT = 2.0**-12 * _WEIGHT
 _ROOTS = 1 + 2 * maxima.ENTRIES  # the first column of roots
 _UNIT = 2.0**-31  # of roots, which are then below 1
+
+# Columns of a use, see `uses_of`.
+_USE = 1 + maxima.ENTRIES
+# Of a use that measured nothing; sums of fewer than 2^20 are below 1.
+_UNMEASURED = 2.0**-20
 
 
 class DelayedScaling(NamedTuple):
@@ -93,6 +99,8 @@ class DelayedScaling(NamedTuple):
 # which JAX traces and lowers this once.
 @jax.jit
 def _read(rows: Float[Array, "*s C"]) -> Float[Array, "*s"]:
+    if rows.shape[-1] == _USE:
+        return rows[..., 0]
     entries = rows[..., 1 : 1 + maxima.ENTRIES]
     is_sum, factors = maxima.is_sum(entries), maxima.decode(entries)
     return jnp.where(is_sum, factors, jnp.nan)[..., 0]
@@ -135,13 +143,70 @@ def contributions(
     of several uses those that measured an operand prevail.
 
     Args:
-        tables: of a site's state, or of several sites, stacked.
+        tables: of a site's state, or of several sites, stacked; or what `uses_of` reads
+            of them.
         amaxes: of their operands; not finite where not measured; None if none was.
     """
+    is_use = tables.shape[-1] == _USE
     if amaxes is None:
-        return _faint(tables)
-    each = functools.partial(_contribution, recipe)
+        return _unmeasured(tables) if is_use else _faint(tables)
+    each = functools.partial(_use if is_use else _contribution, recipe)
     return _shared(jax.vmap(each) if tables.ndim == 3 else each)(tables, amaxes)
+
+
+def uses_of(tables: Float[Array, "s 3 C"], recipe: Recipe) -> Float[Array, "s 3 U"]:
+    """Returns what the sites of a program read of their states, all states at once.
+
+    A site takes it in place of its table: the first column has the factors. What a use
+    adds, its gradient, is no new table yet but a weight, and what `maxima` makes of the
+    factor of the newest amax; the tables of all sites are made of these at once. By
+    itself each site would have several hundred operations to compile.
+
+    Args:
+        tables: of the states of sites.
+        recipe: of all of them.
+    """
+    uses: Any = _uses(tables, recipe)
+    return uses
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _uses(tables, recipe):
+    del recipe
+    return jnp.pad(_read(tables)[..., None], ((0, 0), (0, 0), (0, _USE - 1)))
+
+
+def _uses_forward(tables, recipe):
+    return _uses(tables, recipe), tables
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _uses_backward(recipe, tables, uses):
+    return (_shared(jax.vmap(functools.partial(_next, recipe)))(tables, uses),)
+
+
+_uses.defvjp(_uses_forward, _uses_backward)
+
+
+def _use(recipe: Recipe, use: Array, amaxes: Array) -> Array:
+    amaxes = amaxes[:, None]
+    is_measured = jnp.isfinite(amaxes)
+    newest = _factors(jnp.where(is_measured, amaxes, 0.0), recipe)
+    own = jnp.concatenate([jnp.ones_like(newest), maxima.encode(newest)], axis=1)
+    return jnp.where(is_measured, own, _unmeasured(use))
+
+
+def _unmeasured(uses: Array) -> Array:
+    row = np.array([_UNMEASURED, *[0.0] * maxima.ENTRIES], np.float32)
+    return equally_varying(jnp.broadcast_to(row, uses.shape), uses)[0]
+
+
+def _next(recipe: Recipe, table: Array, use: Array) -> Array:
+    """Returns the next table of a site; zeros if nothing used it."""
+    weight, newest = use[:, :1], maxima.decode(use[:, 1:])
+    next_table = _table(newest, DelayedScaling(table).roots()[:-1], recipe)
+    unmeasured = jnp.where(weight > 0, _faint(table), 0.0)
+    return jnp.where(weight >= 1, next_table, unmeasured)
 
 
 type _OfTableAndAmaxes = Callable[[Array, Array], Array]

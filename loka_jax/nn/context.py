@@ -67,13 +67,17 @@ class SiteContext:
         if isinstance(choice, Choice):
             is_alone = choice.provider == "group" and implementation != "group"
             implementation = "xla" if is_alone else choice.provider
-            choice = choice.recipe
-        recipe = as_recipe(choice)
+        recipe = self.recipe_of(path, recipe)
         if self.scales_initialized:
             recipe = dataclasses.replace(recipe, scales_initialized=True)
         if implementation is None:
             return resolve_served(spec, recipe, device)
         return resolve(spec, Choice(implementation, recipe), device)
+
+    def recipe_of(self, path: str, recipe: str | Recipe | Choice) -> Recipe:
+        """Returns the recipe of a site, given that of its module, or its choice."""
+        choice = self.choices.get(path, recipe)
+        return as_recipe(choice.recipe if isinstance(choice, Choice) else choice)
 
     @property
     def settings(self) -> tuple[Hashable, ...]:

@@ -16,6 +16,7 @@ from loka_jax.nn.host import Key, Made
 from loka_jax.nn.observed import PROBE, is_of_site
 from loka_jax.nn.program import Origin, read_program, trace
 from loka_jax.nn.rewrite import run_program
+from loka_jax.nn.scale_state import read_together
 from loka_jax.recipe import Recipe
 from loka_jax.site import BF16
 
@@ -64,6 +65,7 @@ def run_traced(
     rules.chosen = chosen_by_default(program, rules.has_recipe)
     arguments = [*closed.consts, *jax.tree.leaves(variables)]
     with _choosing(rules.chosen):
+        given = read_together(given, rules.recipe_here)
         return rebuild(run_program(program, arguments, rules, given, made))
 
 
@@ -104,6 +106,10 @@ class Rules:
     def recipe(self, path: str) -> str | Recipe:
         """Returns the recipe of a site that is converted; bfloat16 without one."""
         return self._recipe(path) or BF16.recipe
+
+    def recipe_here(self, path: str) -> Recipe:
+        """Returns the recipe of a site under the settings from outside."""
+        return current().recipe_of(path, self.recipe(path))
 
     def has_recipe(self, path: str) -> bool:
         """Returns True if somebody gave a site a recipe."""

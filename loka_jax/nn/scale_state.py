@@ -7,7 +7,10 @@ parameter makes numbers of it that no site makes: outside of jit an error then n
 site; inside, where values are unknown, its factors become NaN, and so does the loss.
 """
 
+import collections
+import itertools
 import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,10 +22,13 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from loka_jax import scaling
+from loka_jax.nn.host import Key
 from loka_jax.recipe import OPERANDS, Recipe
 from loka_jax.scaling import DelayedScaling
 
 SCALES = "fp8_scaling"  # the name of the variable
+# States that are read at once: XLA compiles kernels of further ones anew.
+_TOGETHER = 7
 _BOTH = f"'params', {OVERWRITE_WITH_GRADIENT!r}"
 _REMEDY = (
     f"The collection {OVERWRITE_WITH_GRADIENT!r} is no parameter, its gradient is its "
@@ -70,6 +76,44 @@ def read_scaling(module: Any, recipe: Recipe, weight: Array) -> DelayedScaling:
         _check(path, table)
     table = _warn_if_frozen(jnp.asarray(table, jnp.float32), weight)
     return DelayedScaling(table)
+
+
+def read_together(
+    given: Mapping[Key, Any], recipe: Callable[[str], Recipe]
+) -> dict[Key, Any]:
+    """Returns the variables of sites, their states as `scaling.uses_of` reads them.
+
+    Args:
+        given: the variables of all sites of a program.
+        recipe: of the site at a path.
+
+    Raises:
+        ValueError: outside of jit, if a state is not one that sites make.
+    """
+    read = {**given}
+    alike: dict[Any, list[tuple[Key, Array]]] = collections.defaultdict(list)
+    for key, value in given.items():
+        collection, parts, name = key
+        path = "/".join(parts)
+        if (collection, name) != (OVERWRITE_WITH_GRADIENT, SCALES):
+            continue
+        if (own := recipe(path)).is_delayed:
+            if not isinstance(value, Tracer):
+                _check(path, value)
+            table = jnp.asarray(value, jnp.float32)
+            # Not with states that vary over other axes of a mesh.
+            axes = jax.typeof(table).mat.varying
+            alike[own, table.shape[-2:], axes].append((key, table))
+    for (own, _, _), all_alike in alike.items():
+        for some in itertools.batched(all_alike, _TOGETHER):
+            tables = [x.reshape(-1, *x.shape[-2:]) for _, x in some]
+            ends = [*itertools.accumulate(map(len, tables))]
+            uses = scaling.uses_of(jnp.concatenate(tables), own)
+            # Behind a barrier: else kernels that read a part would differ by its place.
+            parts = jax.lax.optimization_barrier(jnp.split(uses, ends[:-1]))
+            for (key, table), use in zip(some, parts, strict=True):
+                read[key] = use.reshape(*table.shape[:-1], use.shape[-1])
+    return read
 
 
 def _check_place(module: Any, recipe: Recipe) -> None:

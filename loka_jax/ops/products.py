@@ -151,13 +151,15 @@ class Products(NamedTuple):
         padded = self._padded(name, x)
         amaxes = fp8.amax_of_parts(padded)
         amax = fp8.amax_over_devices(fp8.amax(amaxes), self.axis_names)
+        recipe = self.plan.choice.recipe
         if cast.scaling == "delayed":
-            recipe = self.plan.choice.recipe
             scale_inv = delayed_scale_inv(state, name, amax, cast, recipe)
         else:
             scale_inv = fp8.compute_scale_inv(
                 amax, cast.dtype, pow2_scale=cast.pow2_scale
             )
+        if cast.scaling != "delayed" or not recipe.scales_initialized:
+            amaxes = amax[None]  # the cast waits for it, so parts have no use
         copy = fp8.cast(padded, scale_inv, cast.dtype)
         return SiteOperand(x, amaxes, copy, None, x.shape, x.dtype)
 

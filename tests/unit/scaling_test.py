@@ -270,3 +270,42 @@ def test_other_arithmetic_gives_nan():
     adam = -1e-3 * np.sign(LATER[0])
     state = scaling.DelayedScaling(jnp.float32(adam))
     assert np.all(np.isnan(state.scale_inv))
+
+
+def _next_of_uses(tables, uses):
+    """Returns the gradients of tables, given the amaxes of each use of them all."""
+    read, pull_back = jax.vjp(lambda x: scaling.uses_of(x, RECIPE), tables)
+    given = [scaling.contributions(read, amaxes, RECIPE) for amaxes in uses]
+    return read, pull_back(sum(given, jnp.zeros_like(read)))[0]
+
+
+def test_uses_of_several_states_read_their_factors_and_give_their_next_tables():
+    rng = np.random.default_rng(0)
+    states = [scaling.init_delayed(RECIPE) for _ in range(3)]
+    for _ in range(7):
+        amaxes = jnp.asarray(np.exp2(rng.normal(0, 6, (3, 3))), jnp.float32)
+        amaxes = amaxes.at[1, 2].set(0.0)
+        tables = jnp.stack([x.table for x in states])
+        read, after = _next_of_uses(tables, [amaxes])
+        np.testing.assert_array_equal(
+            scaling.DelayedScaling(read).factors, scaling.DelayedScaling(tables).factors
+        )
+        states = [
+            scaling.update_delayed(x, own, RECIPE)
+            for x, own in zip(states, amaxes, strict=True)
+        ]
+        np.testing.assert_array_equal(after, jnp.stack([x.table for x in states]))
+
+
+def test_of_several_uses_the_largest_amax_counts_and_unmeasured_ones_do_not():
+    table = scaling.stored(jnp.array([2.0, 1.0, 0.5]), RECIPE).table[None]
+    one = jnp.array([[1.0, 64.0, jnp.inf]])
+    two = jnp.array([[32.0, 0.25, jnp.nan]])
+    _, after = _next_of_uses(table, [one, two, None])
+    largest = jnp.array([[32.0, 64.0, jnp.inf]])
+    _, expected = _next_of_uses(table, [largest])
+    np.testing.assert_array_equal(after, expected)
+    of_g = scaling.contributions(table, None, RECIPE)[0, 2]
+    np.testing.assert_array_equal(after[0, 2], of_g)
+    _, unused = _next_of_uses(table, [])
+    assert not unused.any()
