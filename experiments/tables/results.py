@@ -85,6 +85,18 @@ DISPATCH = {
 }
 
 SERVING = {
+    "candidates": Table(
+        file="candidates_cpu",
+        first="candidates",
+        rows="1 = 1; 64 = 64; 512 = 512",
+        columns={
+            "p50, ms": number("rows.candidates={0}.p50_us", 1, 1e3),
+            "p99, ms": number("rows.candidates={0}.p99_us", 1, 1e3),
+            "single passes over it": number(
+                "rows.candidates={0}.over_single_passes", 0
+            ),
+        },
+    ),
     "load": Table(
         file="load_cpu",
         first="requests a second",
