@@ -188,12 +188,14 @@ class TrainStep:
         self.has_run = False
 
     def compile_ahead(self, state: TrainState, *batches: Batch) -> None:
-        """Compiles the step in a thread, on one device; the first call waits for it."""
-        types = jax.tree.map(_type_of, (state, *batches))
+        """Compiles the step in a thread, on one device; the first call waits for it.
+
+        Of the arrays only types are read, which donated ones keep.
+        """
 
         def compile_it():
             with contextlib.suppress(Exception):  # the first call meets it again
-                self.lower(*types).compile()
+                self.lower(state, *batches).compile()
 
         self._compiling = threading.Thread(target=compile_it, daemon=True)
         self._compiling.start()
@@ -215,10 +217,6 @@ class TrainStep:
 
     def _seen(self, state: TrainState) -> TrainState:
         return state if self._is_observed else dataclasses.replace(state, probe={})
-
-
-def _type_of(x: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
 
 
 def named_sites(state: TrainState) -> dict[str, scaling.DelayedScaling]:

@@ -85,6 +85,11 @@ class Steps(TrainStep):
             state = self._after(state, number)
         return state
 
+    def compile_ahead(self, state: TrainState, *batches: Batch):
+        del state, batches
+        self._run.events.append("compile ahead")
+        self._run.ahead.append(self._how)
+
     def _after(self, state: TrainState, number: int) -> TrainState:
         host = jax.device_get(state)
         is_skipped = number in self._run.skipped
@@ -143,7 +148,7 @@ class StandInRun(Run):
         vars(self).update(steps_per_epoch=STEPS_PER_EPOCH, total_steps=total_steps)
         vars(self).update(schedule=lambda step: step / 100)
         vars(self).update(placement=StandInPlacement(events))
-        self.events, self.calls, self.read_from = events, [], []
+        self.events, self.calls, self.read_from, self.ahead = events, [], [], []
         self.losses, self.skipped, self.errors, self.steps = {}, set(), {}, {}
 
     init = lambda self: start_state()  # noqa: E731

@@ -306,6 +306,17 @@ def test_plans_are_reviewed_with_evaluations_but_not_at_the_end(watched):
     assert observed == [True, False] * 6 + [False] * 2
 
 
+def test_the_first_observed_step_is_compiled_while_others_run():
+    config = runs.config(log_every=50)
+    probe = ProbeOptions(every=4, begin=8)
+    made = make_loop(dataclasses.replace(config, probe=probe), steps=10).train()
+    assert made.events[:3] == ["ahead", "train on 0", "compile ahead"]
+    assert made.events.count("compile ahead") == 1
+    (how,) = made.run.ahead
+    assert how == dict(scales_initialized=True, probe=probe.config_at(8), steps=1)
+    assert made.run.calls[8] == how
+
+
 def test_a_new_plan_is_followed_recorded_and_saved(monkeypatch, watched):
     earlier = Progress(position=Position(0, 0, 0), changes=("earlier",))
     made = make_loop(steps=9, eval_every=4, progress=earlier)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import threading
 
 import chex
 import jax
@@ -18,6 +19,7 @@ from loka_jax.train import metrics
 from loka_jax.train.gradients import Gradients, accumulate
 from loka_jax.train.placement import Placement
 from loka_jax.train.step import (
+    TrainStep,
     make_eval_step,
     make_train_step,
     named_sites,
@@ -283,3 +285,30 @@ def test_evaluation_uses_statistics_and_no_dropout(stateful):
     bound = 2**-3 * np.sum(np.abs(inputs) @ np.abs(layer["kernel"]), axis=1)
     assert np.all(np.abs(logits - want) < bound + 0.05) and np.all(bound < 5)
     assert metrics.compute(seen)["count"] == SIZE and abs(100 * mean) > 0.5
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_is_compiled_ahead_in_a_thread_and_an_error_there_is_harmless(fails):
+    traced, compiled = [], []
+
+    def step(state, batch):
+        traced.append(threading.current_thread())
+        if fails and len(traced) == 1:
+            raise RuntimeError("no compiler")
+        return state + batch
+
+    def count(event, duration_secs, **names):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(threading.current_thread())
+
+    take_step = TrainStep(jax.jit(step, donate_argnums=0), is_observed=True)
+    state, batch = jnp.zeros(3), jnp.ones(3)
+    jax.monitoring.register_event_duration_secs_listener(count)
+    take_step.compile_ahead(state, batch)
+    after = take_step(state, batch)
+    jax.monitoring.unregister_event_duration_listener(count)
+    chex.assert_trees_all_equal(after, jnp.ones(3))
+    thread, *again = traced
+    assert thread is not threading.current_thread()
+    assert again == [threading.current_thread()] * fails
+    assert compiled == (again or [thread])

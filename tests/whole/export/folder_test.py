@@ -15,6 +15,7 @@ from loka_jax.dispatch.policy import Decision
 from loka_jax.export import folder, loader, programs
 from loka_jax.export.encoding import inputs_as_given
 from loka_jax.export.programs import evaluation_logits
+from loka_jax.export.rows import Inputs
 from loka_jax.ops.device import HOPPER
 from loka_jax.predict.trained import make_untrained
 from loka_jax.recipe import get_recipe
@@ -38,7 +39,8 @@ def test_a_cross_network_is_fused_in_evaluation_and_export(tmp_path):
     assert found.differences == {32: 0.0}
     apart = form._replace(model=nn.Planned(model))
     rows = loader.load(tmp_path / "model").encoding.blank(32)
-    inputs = rows._replace(dense=np.ones_like(rows.dense))
+    # Of the package's type: a folder has its own copy of the file that has it.
+    inputs = Inputs(*rows._replace(dense=np.ones_like(rows.dense)))
     logits = evaluation_logits(trained, form, inputs)
     assert not np.array_equal(logits, evaluation_logits(trained, apart, inputs))
 
