@@ -161,6 +161,8 @@ class _ByTimes:
             fast, performance, _ = self._checked(performance, hope)
             plan = self._make(self.sites, performance, self.kept)
             worth = self._entering(performance, plan, fast)
+            if not (worth.pays or begin):
+                return chosen
         where = f"from step {begin:,} on, " if begin else ""
         note = (
             f"Probe observes every {LOOK_EVERY}th step, {where}to learn the errors of "
