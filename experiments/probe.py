@@ -29,7 +29,6 @@ from loka_jax.report.survey_page import write_survey_page
 from loka_jax.survey import SurveyConfig, survey
 from loka_jax.train.config import Config
 from loka_jax.train.folder import record
-from loka_jax.train.folder.source_run import open_run
 from loka_jax.train.folder.workdir import choose_workdir
 from loka_jax.train.logs.printing import plain
 from loka_jax.train.session import standard_output, train
@@ -82,20 +81,18 @@ def observed(config: Config) -> Config:
     return dataclasses.replace(config, run=run, probe=probe, mesh=mesh)
 
 
-def _saved_every(workdir: pathlib.Path) -> int | None:
+def _saved_every(workdir: pathlib.Path) -> int:
     """Returns the option `--probe.every` of the run being resumed.
 
     Raises:
-        ValueError: if Probe does not observe the run.
+        ValueError: if it was not given: at most errors were measured.
     """
     every = as_dict(record.saved_config(workdir).get("probe")).get("every")
     if type(every) is int and every > 0:
         return every
-    if every is None and open_run(workdir, best=False).saved.has("probe"):
-        return None
     raise ValueError(
-        f"{workdir} holds a run that Probe did not observe: choose another --workdir, "
-        "or train with --probe.every 100."
+        f"{workdir} holds a run without statistics of its sites: choose another "
+        "--workdir, or train with --probe.every 100."
     )
 
 

@@ -25,12 +25,11 @@ from loka_jax.nn.overwriting import next_table
 from loka_jax.probe import live_errors
 from loka_jax.probe.live_errors import LiveErrors
 from loka_jax.probe.site import ErrorsAlone
-from loka_jax.recipe import get_recipe
 from loka_jax.site import Choice
 
 RECIPES = live_errors.RECIPES  # whose live errors are measured
 _OPEN = "fp8_tensorwise"  # of a site to which nobody gave a recipe
-_OBSERVER = ErrorsAlone(recipes=tuple(map(get_recipe, RECIPES)))
+_OBSERVER = ErrorsAlone(recipes=RECIPES)
 
 type Choices = Mapping[str, Choice]
 

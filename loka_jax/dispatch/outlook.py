@@ -6,8 +6,8 @@ tried on it: errors or rows were replaced, and the plan made again.
 FP8 that a run may enter later is worth it if it saves more of the run than it takes:
 
     saves    (time of the sites now - by the faster plan) * steps left
-    costs    the steps that are compiled for it: FP8's first and later ones, and one
-             that observes if none has yet
+    costs    the programs that the run waits for: an evaluation, and the training steps
+             that no thread has compiled meanwhile
 
 Both are estimates by the times of the sites and by their number, so that runs on one
 kind of device decide alike.
@@ -31,9 +31,10 @@ from loka_jax.ops.device import local_device
 from loka_jax.site import BF16, SiteSpec
 
 _LARGER = (4, 16)  # batches that are tried
-# Of a step with so many sites; Wukong M's 30 took 37 s on an H200.
-_COMPILE_SECONDS_A_SITE = 1.2
-_PROGRAMS = 2
+# Of a training step with so many sites, and of an evaluation: Wukong M's 30 sites took
+# 27 and 6 s on an H200.
+_STEP_SECONDS_A_SITE, _EVALUATION_SECONDS_A_SITE = 0.9, 0.2
+STEPS = 2  # programs of steps in FP8: the first, which makes scales, and all later ones
 
 # From sites, what is known of the times and, if they are not the table's, errors.
 type MakePlan = Callable[..., DispatchPlan]
@@ -204,25 +205,27 @@ def entering(
     faster: DispatchPlan,
     steps: int,
     *,
-    is_observed: bool,
+    programs: int,
 ) -> Entering:
     """Returns what a faster plan saves of some steps, and what entering it costs.
 
     Args:
-        is_observed: a step that observes has been compiled.
+        programs: the steps that are compiled while the run waits.
     """
     now, then = (sites_us(x, sites, performance) for x in (plan, faster))
-    programs = _PROGRAMS + (not is_observed)
-    costs = programs * _COMPILE_SECONDS_A_SITE * len(sites)
-    return Entering((now - then) * steps / 1e6, costs)
+    a_site = _EVALUATION_SECONDS_A_SITE + programs * _STEP_SECONDS_A_SITE
+    return Entering((now - then) * max(steps, 0) / 1e6, a_site * len(sites))
 
 
 def steps_meanwhile(
-    sites: Sequence[Site], performance: PerformanceModel, plan: DispatchPlan
+    sites: Sequence[Site],
+    performance: PerformanceModel,
+    plan: DispatchPlan,
+    programs: int,
 ) -> int:
-    """Returns the steps by a plan that take as long as one program's compilation.
+    """Returns the steps by a plan that take as long as some programs' compilation.
 
     At most: a step takes longer than its sites.
     """
     us = sites_us(plan, sites, performance)
-    return math.ceil(_COMPILE_SECONDS_A_SITE * len(sites) * 1e6 / us)
+    return math.ceil(programs * _STEP_SECONDS_A_SITE * len(sites) * 1e6 / us)

@@ -7,12 +7,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from loka_jax import compat
+from loka_jax.cache_folder import cache_folder
+
 # Kernels of a command buffer are not profiled one by one.
 NO_CAPTURE: dict[str, str] = {"xla_gpu_enable_command_buffer": ""}
 # For programs that are not timed: leaves out the search for the fastest kernels, which
 # is most of a compilation.
 UNTUNED: dict[str, str] = {"xla_gpu_autotune_level": "0"}
 _THREADS = 8
+_KEPT_BYTES = 4 * 2**30  # of compiled programs, the newest
 
 
 def untuned_here() -> dict[str, str | bool]:
@@ -56,6 +60,58 @@ def compile_all(
             for name, (function, arguments) in programs.items()
         }
     )
+
+
+def keep_compiled() -> None:
+    """Has JAX keep programs for a GPU in the user's cache, and what it tuned them by.
+
+    A folder that the user has named for them stays.
+    """
+    is_set = jax.config.jax_compilation_cache_dir is not None
+    if is_set or jax.default_backend() != "gpu":
+        return
+    compat.name_kernels_alike()
+    jax.config.update("jax_compilation_cache_max_size", _KEPT_BYTES)
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder("programs")))
+
+
+class Ahead:
+    """A jitted function that can be compiled in a thread before it is called."""
+
+    def __init__(self, function: Any):
+        """Takes what `jax.jit` returned, or has such a call and `lower`."""
+        self._function = function
+        self._compiling: concurrent.futures.Future | None = None
+        self.has_run = False
+
+    def ahead(self, *arguments: Any) -> Callable[[], None]:
+        """Returns a job that compiles the function, by the types of its arguments.
+
+        The first call waits for the job, and raises what that has met. Arrays that are
+        donated meanwhile keep their types.
+        """
+        self._compiling = future = concurrent.futures.Future()
+
+        def compile_it():
+            try:
+                future.set_result(self.lower(*arguments).compile())
+            except BaseException as error:  # a compiler may raise any kind
+                future.set_exception(error)
+
+        return compile_it
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Returns the function's results."""
+        if self._compiling is not None:
+            self._function = self._compiling.result()
+            self._compiling = None
+        out = self._function(*arguments)
+        self.has_run = True
+        return out
+
+    def lower(self, *arguments: Any) -> Any:
+        """Returns the function lowered for such arguments."""
+        return self._function.lower(*arguments)
 
 
 class Abstract(NamedTuple):

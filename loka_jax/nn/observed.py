@@ -20,9 +20,9 @@ from loka_jax.nn.context import current
 from loka_jax.ops.mesh_axes import varying_axes
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.tap import Observer, tap
-from loka_jax.probe import site
+from loka_jax.probe import live_errors, site
 from loka_jax.probe.live_errors import LiveErrors
-from loka_jax.probe.site import ProbeConfig, Sample, SiteStats
+from loka_jax.probe.site import ErrorsAlone, ProbeConfig, Sample, SiteStats
 from loka_jax.recipe import OPERANDS, Recipe
 from loka_jax.scaling import DelayedScaling, delayed_cast, stored_scales
 
@@ -81,12 +81,14 @@ def is_of_site(x: Any) -> bool:
     return isinstance(x, SiteStats | Sample | LiveErrors)
 
 
-def merge_stats(stats: Any, batch: Any, config: ProbeConfig) -> Any:
+def merge_stats(stats: Any, batch: Any, config: ProbeConfig | ErrorsAlone) -> Any:
     """Returns a collection PROBE after a batch was observed."""
 
-    def merge(a: SiteStats, b: SiteStats) -> SiteStats:
-        merged = functools.partial(site.merge, decay=config.decay)
-        for _ in range(a.errors.steps.ndim):  # of layers that a scan or vmap stacks
+    def merge(a: Any, b: Any) -> Any:
+        of_errors = isinstance(a, LiveErrors)
+        merged = live_errors.merge if of_errors else site.merge
+        merged = functools.partial(merged, decay=config.decay)
+        for _ in range(site.errors_of(a).steps.ndim):  # of layers of a scan or vmap
             merged = jax.vmap(merged)
         return merged(a, b)
 

@@ -65,12 +65,15 @@ class ProbeConfig:
             their errors: at every site, whatever runs there.
         moves_weight_covariances: False updates only the means of weights, at a fraction
             of the cost.
+        copies: how many times as many rows drhs contracts, on other devices and in
+            other microbatches: its relative L2 is extrapolated to them.
     """
 
     max_rows: int = 2048
     decay: float = 1.0
     recipes: tuple[str, ...] = live_errors.RECIPES
     moves_weight_covariances: bool = True
+    copies: int = 1
 
     def __post_init__(self):  # noqa: D105
         require(self.max_rows >= 2, "max_rows", self.max_rows, "at least 2")
@@ -107,7 +110,7 @@ class ProbeConfig:
         """
         recipes = [get_recipe(name) for name in self.recipes]
         errors = live_errors.live_errors(
-            operands, recipes, stats.errors.steps, axis_names
+            operands, recipes, stats.errors.steps, axis_names, self.copies
         )
         (lhs, rhs, g, *_), (of_lhs, of_rhs, of_g) = operands, operands.scales
         # Materialized once; otherwise every reduction would compute them again.
@@ -203,9 +206,12 @@ class ErrorsAlone:
 
     Attributes:
         recipes: of which errors are measured, with the scales of the step.
+        decay, copies: as those of `ProbeConfig`.
     """
 
-    recipes: tuple[Recipe, ...]
+    recipes: tuple[str, ...] = live_errors.RECIPES
+    decay: float = 1.0
+    copies: int = 1
 
     def init(self, m: int, k: int, n: int) -> LiveErrors:
         """Returns the errors before the first step, whatever the sizes."""
@@ -216,7 +222,15 @@ class ErrorsAlone:
         self, stats: LiveErrors, operands: Operands, axis_names: tuple[str, ...] = ()
     ) -> LiveErrors:
         """Returns the errors of one batch; of `stats` the number of steps is read."""
-        return live_errors.live_errors(operands, self.recipes, stats.steps, axis_names)
+        recipes = [get_recipe(name) for name in self.recipes]
+        return live_errors.live_errors(
+            operands, recipes, stats.steps, axis_names, self.copies
+        )
+
+
+def errors_of(stats: SiteStats | LiveErrors) -> LiveErrors:
+    """Returns the errors among what is learned of a site."""
+    return stats if isinstance(stats, LiveErrors) else stats.errors
 
 
 def some_rows(x: Float[Array, "m k"], limit: int) -> Float[Array, "r k"]:

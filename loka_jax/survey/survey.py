@@ -105,7 +105,7 @@ def survey(
     Operands and losses are of validation data; `say` takes a line of progress.
     """
     stats_by_path = nn.by_path(state.probe)
-    if not stats_by_path:
+    if not any(isinstance(x, SiteStats) for x in stats_by_path.values()):
         raise ValueError(
             "this run has no statistics: train it with --probe.every 100 or so."
         )
@@ -256,4 +256,5 @@ def _capture(
     observer, weights = Capture(max_rows=config.rows), run.config.optim.task_weights
     step = jax.jit(make_observe_step(run.planned, run.placement, observer, weights))
     batches = held_out(run, config.captured_batches)
+    state = dataclasses.replace(state, probe={})
     return [nn.by_path(step(state, batch)) for batch in batches]

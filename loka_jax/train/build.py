@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding
@@ -21,9 +22,11 @@ from loka_jax.dispatch.gradient_wire import GradientSum, choose_sum
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan, as_json
 from loka_jax.dispatch.review import Reviewer
-from loka_jax.measure.compiling import untuned_here
+from loka_jax.measure.compiling import Ahead, untuned_here
+from loka_jax.ops.tap import Observer
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
-from loka_jax.train import metrics
+from loka_jax.probe.site import ErrorsAlone, ProbeConfig
+from loka_jax.train import metrics, tasks
 from loka_jax.train.checkpoints.orbax_files import meet
 from loka_jax.train.config import Config
 from loka_jax.train.mesh.devices import BATCH, mesh_of, scaled_sums
@@ -33,8 +36,15 @@ from loka_jax.train.placement import Placement
 from loka_jax.train.planning import choose_plan, resumed_plan
 from loka_jax.train.processes.group import Processes, hosts
 from loka_jax.train.state import TrainState, init_state
-from loka_jax.train.step import TrainStep, compiled_eval_step, make_train_step
+from loka_jax.train.step import (
+    TrainStep,
+    compiled_eval_step,
+    make_observe_step,
+    make_train_step,
+)
 from loka_jax.train.tables.update import RowUpdate
+
+_MAX_EXAMPLES = 8192  # that a look runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +62,8 @@ class Run:
         reviewer: changes the plan by live errors; None where they change nothing, as
             Probe observes none, or the plan was not made by times.
         total_steps: steps of the whole run, if nothing ends it early.
+        hoped_plan: the one that the first review chooses if errors are as small as they
+            may be; None if it would change nothing.
         log_inputs: shapes of what the model is initialized with, of an event log.
     """
 
@@ -68,6 +80,7 @@ class Run:
     row_update: RowUpdate
     steps_per_epoch: int
     total_steps: int
+    hoped_plan: DispatchPlan | None = None
     log_inputs: tuple[Any, ...] | None = None
     # A copy of a run, as under another plan, has none yet.
     programs: dict[Any, Any] = dataclasses.field(
@@ -88,8 +101,17 @@ class Run:
         return self.list_sites(self.plan, scales_initialized=True)
 
     def replanned(self, plan: DispatchPlan) -> "Run":
-        """Returns the run under another plan; its steps are compiled anew."""
-        return dataclasses.replace(self, plan=plan)
+        """Returns the run under another plan; steps of the hoped one are compiled."""
+        run = dataclasses.replace(self, plan=plan, hoped_plan=None)
+        if self.hoped is not None and self.hoped.plan.choices == plan.choices:
+            run.programs.update(self.hoped.programs)
+        return run
+
+    @functools.cached_property
+    def hoped(self) -> "Run | None":
+        """The run under the hoped plan."""
+        plan = self.hoped_plan
+        return plan and dataclasses.replace(self, plan=plan, hoped_plan=None)
 
     @property
     def source(self) -> str:
@@ -115,7 +137,7 @@ class Run:
                 optimizer=self.optimizer,
                 row_optimizer=self.row_update.optimizer,
                 init_stddev=stddev,
-                probe=self.config.probe.config_at(self.config.probe.begin),
+                probe=self.config.probe.first(),
             )
             seen = metrics.init(weighted=schema.weighted, tasks=len(schema.labels))
             return dataclasses.replace(state, metrics=seen)
@@ -149,17 +171,15 @@ class Run:
         self,
         *,
         scales_initialized: bool = False,
-        probe: nn.ProbeConfig | None = None,
         steps: int = 1,
     ) -> TrainStep:
         """Returns the training step; the same for the same arguments.
 
         Args:
-            probe: how Probe observes the sites; None if it does not.
             steps: how many are taken by a call, each on a batch of its own.
         """
         scales_initialized = scales_initialized and self.planned.is_delayed
-        key = scales_initialized, probe, steps
+        key = scales_initialized, steps
         if key not in self.programs:
             model = dataclasses.replace(
                 self.planned, scales_initialized=scales_initialized
@@ -168,15 +188,61 @@ class Run:
                 *(model, self.placement, self.optimizer, self.row_update),
                 microbatches=self.config.loop.microbatches,
                 dropout_seed=self.config.seed,
-                probe=probe,
                 task_weights=self.config.optim.task_weights,
             )
             # The steps until all delayed scales are initialized are one or a few.
             is_first = self.planned.is_delayed and not scales_initialized
             options = untuned_here() if is_first else {}
             program = self.placement.train_program(step, steps, options)
-            self.programs[key] = TrainStep(program, is_observed=probe is not None)
+            self.programs[key] = TrainStep(program)
         return self.programs[key]
+
+    @property
+    def parts_of_a_look(self) -> int:
+        """The parts of a batch of which a look runs one.
+
+        It has at most as many examples as a device has of a microbatch, and some
+        thousand, so that a look takes no more memory than a step, and not much time.
+        """
+        loop = self.config.loop
+        parts = loop.microbatches * self.placement.size
+        if self.config.data.is_log:  # whose batches are not divided
+            return parts
+        return parts * -(-loop.batch_size // (parts * _MAX_EXAMPLES))
+
+    def observe_step(self, observer: Observer) -> Callable[[TrainState, Batch], Any]:
+        """Returns what an observer tells of the sites at a part of a batch.
+
+        All devices run the same part; gradients are those of the batch's mean loss.
+        """
+        parts, weights = self.parts_of_a_look, self.config.optim.task_weights
+        observe = make_observe_step(self.planned, self.placement, observer, weights)
+
+        def observed(state: TrainState, batch: Batch) -> Any:
+            total_weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
+            if parts > 1:
+                rows = len(batch.labels) // parts
+                batch = jax.tree.map(lambda x: jnp.asarray(x)[:rows], batch)
+            return observe(state, batch, total_weight)
+
+        return observed
+
+    def probe_step(self, probe: ProbeConfig | ErrorsAlone) -> Ahead:
+        """Returns a function of state and batch: Probe's statistics after the batch.
+
+        It does not train, and is the same for the same argument.
+        """
+        if probe not in self.programs:
+            observer = dataclasses.replace(probe, copies=self.parts_of_a_look)
+            observe = self.observe_step(observer)
+
+            def step(state: TrainState, batch: Batch) -> Any:
+                return nn.merge_stats(state.probe, observe(state, batch), probe)
+
+            # It runs rarely: faster kernels would not make up for their search.
+            program = jax.jit(step, compiler_options=untuned_here())
+            self.programs[probe] = Ahead(program)
+        return self.programs[probe]
 
     def eval_step(self, model: nn.Planned) -> Any:
         """Returns the evaluation step of a model with the run's variables.
@@ -240,8 +306,8 @@ def build(
         chosen = choose_plan(config, sites, total_steps, say, source=source)
     else:
         chosen = resumed_plan(config, saved, sites)
-    if chosen.observed_from is not None:
-        config = config.observed(chosen.observed_from)
+    if chosen.observed is not None:
+        config = config.observed(*chosen.observed)
     run = Run(
         config=config,
         splits=splits,
@@ -252,6 +318,7 @@ def build(
         plan_notes=chosen.notes,
         outlook=chosen.outlook,
         reviewer=_reviewer(config, sites, chosen.performance, source),
+        hoped_plan=chosen.hoped,
         optimizer=make_dense_optimizer(config.optim, total_steps),
         schedule=jax.jit(make_schedule(config.optim.lr, config.optim, total_steps)),
         row_update=_row_update(config, total_steps, groups),
@@ -320,15 +387,17 @@ def build_in_turn(
     placement = dataclasses.replace(placement, gradient_sum=gradient_sum)
     if processes.is_first:
         return dataclasses.replace(run, placement=placement)
-    probe = dataclasses.replace(run.config.probe, every=chosen["every"])
-    config = dataclasses.replace(run.config, probe=probe)
+    config = run.config
+    if chosen["begin"] is not None:
+        config = config.observed(chosen["begin"], tuple(chosen["recipes"]))
     return dataclasses.replace(run, config=config, placement=placement, reviewer=None)
 
 
 def _chosen(run: Run) -> dict[str, Any]:
     """Returns what all processes must do alike, as JSON values."""
-    every = run.config.probe.every
-    return {"plan": as_json(run.plan), "every": every, **run.placement.choices()}
+    probe = run.config.probe
+    observed = {"begin": probe.begin, "recipes": probe.recipes}
+    return {"plan": as_json(run.plan), **observed, **run.placement.choices()}
 
 
 def _row_update(config: Config, total_steps: int, groups: int) -> RowUpdate:
@@ -348,7 +417,7 @@ def _reviewer(
     performance: PerformanceModel | None,
     source: str,
 ) -> Reviewer | None:
-    if performance is None or not config.probe.every:
+    if performance is None or not config.probe.observe_every:
         return None
     return Reviewer(
         sites,

@@ -33,7 +33,6 @@ from loka_jax.optim import OptimConfig
 from loka_jax.options import option_of, require
 from loka_jax.recipe import get_recipe
 from loka_jax.train.loop_options import (
-    LOOK_EVERY,
     LOOK_STEPS,
     DispatchOptions,
     LoopConfig,
@@ -100,9 +99,9 @@ class Config:
                 f"{every}: groups average their rows between calls. Make one of them 1."
             )
 
-    def observed(self, begin: int) -> "Config":
-        """Returns the configuration with Probe, as often as a plan has it observe."""
-        probe = dataclasses.replace(self.probe, every=LOOK_EVERY, begin=begin)
+    def observed(self, begin: int, recipes: tuple[str, ...]) -> "Config":
+        """Returns the configuration with Probe, as a plan chose it."""
+        probe = dataclasses.replace(self.probe, begin=begin, recipes=recipes)
         return dataclasses.replace(self, probe=probe)
 
     def identity(self) -> dict[str, Any]:

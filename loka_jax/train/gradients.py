@@ -9,24 +9,17 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from loka_jax import scaling
-from loka_jax.nn import (
-    OVERWRITE_WITH_GRADIENT,
-    PROBE,
-    ProbeConfig,
-    merge_stats,
-    probing,
-)
+from loka_jax.nn import OVERWRITE_WITH_GRADIENT, PROBE, probing
 from loka_jax.train import tasks
 from loka_jax.train.state import TrainState
 
 
 class Gradients(NamedTuple):
-    """Gradients; those of FP8 state and Probe's statistics are their next values."""
+    """Gradients; that of FP8 state is its next value."""
 
     params: Any
     rows: PyTree[Float[Array, "B _ _"]]
     fp8: Any
-    probe: Any
 
 
 def inputs_of(batch: Any, rows: Any) -> tuple[Any, ...]:
@@ -46,38 +39,63 @@ def variables_of(state: TrainState) -> dict[str, Any]:
 
 
 def gradients_of(
-    model, probe, task_weights, state: TrainState, batch, rows, key, total_weight=None
+    model, task_weights, state: TrainState, batch, rows, key, total_weight=None
 ):
     """Returns the loss, the logits, the new batch statistics, and the gradients.
 
     The loss is the sum over the batch of the weighted losses, over `total_weight`: the
     weight of the batch, or of a larger one of which this is a part.
     """
+
+    def loss_of(params, rows, fp8):
+        changed = {"params": params, OVERWRITE_WITH_GRADIENT: fp8}
+        variables = variables_of(state) | changed
+        return _loss_of(
+            model, task_weights, state, variables, batch, rows, key, total_weight
+        )
+
+    grad = jax.value_and_grad(loss_of, argnums=(0, 1, 2), has_aux=True)
+    (loss, (logits, batch_stats)), grads = grad(state.params, rows, state.fp8)
+    return loss, logits, batch_stats, Gradients(*grads)
+
+
+def seen_by(
+    observer, model, task_weights, state: TrainState, batch, rows, total_weight=None
+):
+    """Returns what an observer tells of each site in a step that does not train.
+
+    It is the "gradient" of its statistics, `state.probe`.
+    """
+    key = jax.random.key(0)
+
+    def loss_of(stats):
+        variables = variables_of(state) | {PROBE: stats}
+        return _loss_of(
+            model, task_weights, state, variables, batch, rows, key, total_weight
+        )[0]
+
+    with probing(observer):
+        return jax.grad(loss_of)(state.probe)
+
+
+def _loss_of(
+    model, task_weights, state: TrainState, variables, batch, rows, key, total_weight
+):
     labels, weights = tasks.labels_and_weights(batch)
     if total_weight is None:
         total_weight = jnp.sum(weights, axis=0)
-
-    def loss_of(params, rows, fp8, stats):
-        changed = {"params": params, OVERWRITE_WITH_GRADIENT: fp8}
-        variables = variables_of(state) | changed
-        with probing(probe):
-            logits, updated = model.apply(
-                variables | {PROBE: stats},
-                *inputs_of(batch, rows),
-                train=True,
-                rngs={"dropout": key},
-                mutable=["batch_stats"],
-            )
-        losses = optax.sigmoid_binary_cross_entropy(logits, labels)
-        losses = jnp.where(weights > 0, losses * weights, 0.0)
-        means = jnp.sum(losses, axis=0) / _divisor(state, total_weight)
-        loss = tasks.total_loss(means, task_weights)
-        return loss, (logits, updated.get("batch_stats", {}))
-
-    stats = {} if probe is None else state.probe
-    grad = jax.value_and_grad(loss_of, argnums=(0, 1, 2, 3), has_aux=True)
-    (loss, (logits, batch_stats)), grads = grad(state.params, rows, state.fp8, stats)
-    return loss, logits, batch_stats, Gradients(*grads)
+    logits, updated = model.apply(
+        variables,
+        *inputs_of(batch, rows),
+        train=True,
+        rngs={"dropout": key},
+        mutable=["batch_stats"],
+    )
+    losses = optax.sigmoid_binary_cross_entropy(logits, labels)
+    losses = jnp.where(weights > 0, losses * weights, 0.0)
+    means = jnp.sum(losses, axis=0) / _divisor(state, total_weight)
+    loss = tasks.total_loss(means, task_weights)
+    return loss, (logits, updated.get("batch_stats", {}))
 
 
 def _divisor(state: TrainState, total_weight: Array) -> Array:
@@ -88,7 +106,7 @@ def _divisor(state: TrainState, total_weight: Array) -> Array:
 
 
 def accumulate(
-    gradients, count, is_probed, state: TrainState, batch, rows, key, total_weight=None
+    gradients, count, state: TrainState, batch, rows, key, total_weight=None
 ):
     """Returns the result of `gradients`, accumulated over parts of the batch."""
     if total_weight is None:
@@ -98,7 +116,7 @@ def accumulate(
 
     def add(carry, part):
         (part_batch, part_rows), key = part
-        loss, params, fp8, stats, batch_stats = carry
+        loss, params, fp8, batch_stats = carry
         part_loss, logits, batch_stats, grads = gradients(
             dataclasses.replace(state, batch_stats=batch_stats),
             part_batch,
@@ -110,7 +128,6 @@ def accumulate(
             loss + part_loss,
             jax.tree.map(jnp.add, params, grads.params),
             scaling.merge_delayed(fp8, grads.fp8),
-            merge_stats(stats, grads.probe, ProbeConfig()),
             batch_stats,
         )
         return carry, (logits, grads.rows)
@@ -119,13 +136,12 @@ def accumulate(
         jnp.zeros(()),
         jax.tree.map(jnp.zeros_like, state.params),
         jax.tree.map(jnp.zeros_like, state.fp8),
-        jax.tree.map(jnp.zeros_like, state.probe if is_probed else {}),
         state.batch_stats,
     )
     carry, (logits, row_grads) = jax.lax.scan(
         add, start, (parts, jax.random.split(key, count))
     )
-    loss, params, fp8, stats, batch_stats = carry
+    loss, params, fp8, batch_stats = carry
     row_grads = jax.tree.map(lambda x, like: x.reshape(like.shape), row_grads, rows)
     logits = logits.reshape(-1, *logits.shape[2:])
-    return loss, logits, batch_stats, Gradients(params, row_grads, fp8, stats)
+    return loss, logits, batch_stats, Gradients(params, row_grads, fp8)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from loka_jax.data.batch import Batch, Dataset, Position, next_position
 from loka_jax.dispatch.plan import as_json
 from loka_jax.train import metrics
+from loka_jax.train.ahead import compile_ahead
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoints import row_layout
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
@@ -26,7 +27,7 @@ from loka_jax.train.loop_options import LOOK_STEPS
 from loka_jax.train.processes import watchdog
 from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.state import TrainState
-from loka_jax.train.step import TrainStep, scales_initialized
+from loka_jax.train.step import scales_initialized
 from loka_jax.train.watch import confirm, guard, replan
 from loka_jax.train.watch.guard import Diverged
 from loka_jax.train.watch.host_state import Moment, Progress, gone_back, restored
@@ -55,8 +56,8 @@ class Loop:
         """Starts or continues the run at `state` and `progress`."""
         self.clock = Clock(self.progress)
         self._scales_initialized = False
+        self._has_begun = False
         self._batch: Batch | None = None
-        self._ahead: TrainStep | None = None
         self._looks = Looks(self.display.say)
 
     def train(self, stop: StopRequest):
@@ -86,6 +87,7 @@ class Loop:
             source = iter(self.run.placement.look_ahead(batches))
             while pairs := list(itertools.islice(source, self._steps_at_once())):
                 self._look_at_operands(pairs[0][1])
+                self._observe(pairs[0][1])
                 self.step(pairs)
                 self._look_at_scales(pairs[-1][1])
                 if self.clock.has_compiled():  # which no rate is to count
@@ -139,9 +141,7 @@ class Loop:
         self._batch = batches[-1]
         self.profiler.before(step)
         take_step = self.run.train_step(
-            scales_initialized=self._ready_for_initialized_step(),
-            probe=self.run.config.probe.config_at(step),
-            steps=len(pairs),
+            scales_initialized=self._ready_for_initialized_step(), steps=len(pairs)
         )
         activity = "training" if take_step.has_run else "compiling"
         try:
@@ -158,8 +158,9 @@ class Loop:
                 self.step([pair])
             return
         self.profiler.after(step, self.state)
-        if compiles:
-            self._compile_ahead(batches[-1])
+        if compiles and not self._has_begun:
+            self._has_begun = True
+            compile_ahead(self.run, self.state, batches[-1])
         rows = self.run.splits.train.num_examples
         size = self.run.config.loop.batch_size
         examples = sum(min(size, rows - position.step * size) for position in positions)
@@ -171,17 +172,16 @@ class Loop:
         )
         self.display.step(self.progress.step)
 
-    def _compile_ahead(self, batch: Batch):
-        """Compiles in a thread the first step that Probe observes, if it comes later.
-
-        Begun by the first step of the run that it begins from, once that is compiled.
-        """
-        probe = self.run.config.probe
-        if self._ahead is None and self.progress.step < probe.begin:
-            self._ahead = self.run.train_step(
-                scales_initialized=True, probe=probe.config_at(probe.begin)
-            )
-            self._ahead.compile_ahead(self.state, batch)
+    def _observe(self, batch: Batch):
+        """Learns of the sites by a batch, before a step that Probe observes."""
+        probe = self.run.config.probe.config_at(self.progress.step)
+        if probe is None:
+            return
+        observe = self.run.probe_step(probe)
+        with self.display.doing("observing" if observe.has_run else "compiling"):
+            self._sync()
+            seen = observe(self.state, batch)
+        self.state = dataclasses.replace(self.state, probe=seen)
 
     def _steps_at_once(self) -> int:
         run, step = self.run, self.progress.step

@@ -2,12 +2,13 @@
 
 import dataclasses
 import pathlib
-from typing import Literal
+from typing import Any, Literal
 
 from loka_jax.dispatch.policy import DEFAULT_LIMITS, Limits
 from loka_jax.nn import ProbeConfig
 from loka_jax.options import option_of, require
 from loka_jax.probe.live_errors import RECIPES
+from loka_jax.probe.site import ErrorsAlone
 
 LOOK_EVERY = 64  # steps, by default
 LOOK_STEPS = 8  # from one look at delayed scales to the next
@@ -80,23 +81,24 @@ class ProbeOptions:
         every: every so many steps the operands of FP8 sites are looked at, for their
             drift, and the statistics of all sites are learned, four times as often
             before the first review of the plan; 0 for never. None looks every 64th
-            step, and learns there only where a plan lacks the errors of faster FP8.
-        begin: the first step whose statistics are learned. Before it the step that
-            learns them is compiled in a thread.
+            step, and learns errors alone there, from `begin` on.
+        begin: the first step at which something is learned. None is the first one with
+            `every`; without, a plan that lacks the errors of faster FP8 chooses it.
         decay: factor on the weight of earlier rows at every observed batch.
         recipes: whose products are multiplied on the operands themselves, to measure
             their errors: at every site, whatever runs there.
     """
 
     every: int | None = None
-    begin: int = 0
+    begin: int | None = None
     decay: float = 0.7
     recipes: tuple[str, ...] = RECIPES
 
     def __post_init__(self):  # noqa: D105
-        every = self.every
-        require(every is None or every >= 0, "--probe.every", every, "at least 0")
-        require(self.begin >= 0, "--probe.begin", self.begin, "at least 0")
+        for name in ("every", "begin"):
+            value = getattr(self, name)
+            least = value is None or value >= 0
+            require(least, option_of(f"probe.{name}"), value, "at least 0")
         ProbeConfig(decay=self.decay, recipes=self.recipes)  # which refuses others
 
     @property
@@ -104,32 +106,47 @@ class ProbeOptions:
         """Steps from one look at operands to the next; 0 for no looks."""
         return LOOK_EVERY if self.every is None else self.every
 
-    def config_at(self, step: int) -> ProbeConfig | None:
-        """Returns how sites are observed in a step; None if they are not."""
-        if not self.every or step < self.begin:
+    @property
+    def observe_every(self) -> int:
+        """Steps from one observed step to the next; 0 for none."""
+        if self.every is not None:
+            return self.every
+        return 0 if self.begin is None else LOOK_EVERY
+
+    def first(self) -> ProbeConfig | ErrorsAlone | None:
+        """Returns how sites are observed at first; None if they never are."""
+        return self.config_at(self._start)
+
+    def config_at(self, step: int) -> ProbeConfig | ErrorsAlone | None:
+        """Returns how sites are observed before a step; None if they are not."""
+        every = self.observe_every
+        if not every or step < self._start:
             return None
-        if step % self.every and not self._is_early(step):
+        if step % every and not self._is_early(step):
             return None
-        rarely = self.every * _COVARIANCES_EVERY
-        return ProbeConfig(
-            decay=self.decay,
-            recipes=self.recipes,
-            moves_weight_covariances=(step - self.begin) % rarely == 0,
-        )
+        learned: Any = dict(decay=self.decay, recipes=self.recipes)
+        if self.every is None:
+            return ErrorsAlone(**learned)
+        is_rare = (step - self._start) % (every * _COVARIANCES_EVERY) == 0
+        return ProbeConfig(**learned, moves_weight_covariances=is_rare)
 
     def first_review(self) -> int | None:
         """Returns the number of steps after which live errors are first reviewed."""
-        if not self.every:
+        if not self.observe_every:
             return None
-        return self.begin + self._early * _OBSERVED_BEFORE_REVIEW + 1
+        return self._start + self._early * _OBSERVED_BEFORE_REVIEW + 1
+
+    @property
+    def _start(self) -> int:
+        return self.begin or 0
 
     @property
     def _early(self) -> int:
         """Steps from one observed step to the next before the first review."""
-        return max(1, (self.every or 0) // _OFTEN)
+        return max(1, self.observe_every // _OFTEN)
 
     def _is_early(self, step: int) -> bool:
-        steps = step - self.begin
+        steps = step - self._start
         is_before = steps <= self._early * _OBSERVED_BEFORE_REVIEW
         return is_before and steps % self._early == 0
 

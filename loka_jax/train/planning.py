@@ -20,6 +20,7 @@ from loka_jax.dispatch.first_use import (
 from loka_jax.dispatch.learned import kept_errors
 from loka_jax.dispatch.local import Local, local_performance, performance_of
 from loka_jax.dispatch.outlook import (
+    STEPS,
     Entering,
     Remedies,
     entering,
@@ -30,7 +31,10 @@ from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.table import RoleErrors
 from loka_jax.nn import Site
-from loka_jax.train.config import LOOK_EVERY, Config
+from loka_jax.probe.live_errors import RECIPES
+from loka_jax.recipe import ROLES, get_recipe
+from loka_jax.train.config import Config
+from loka_jax.train.loop_options import LOOK_EVERY
 from loka_jax.train.mesh.devices import shape_of
 
 AUTO, TUNE, OFF = "auto", "tune", "off"
@@ -41,19 +45,29 @@ _REMEDIES = Remedies(
 )
 
 
+class Observed(NamedTuple):
+    """From which step on Probe observes a run, and whose errors it measures."""
+
+    begin: int
+    recipes: tuple[str, ...]
+
+
 class ChosenPlan(NamedTuple):
     """A plan, notes for the user, and by what it was made, if by times.
 
     Attributes:
-        observed_from: the step from which on Probe is to observe a run that leaves it
-            to its plan; None for no such step.
+        observed: how Probe is to observe a run that leaves it to its plan; None if it
+            is not to.
+        hoped: the plan of a review that finds all errors within the limits; None
+            without such a review, or if it would change nothing.
         outlook: what the plan gains, or what keeps FP8 out of it, as a sentence.
     """
 
     plan: DispatchPlan
     notes: tuple[str, ...] = ()
     performance: PerformanceModel | None = None
-    observed_from: int | None = None
+    observed: Observed | None = None
+    hoped: DispatchPlan | None = None
     outlook: str = ""
 
 
@@ -122,8 +136,8 @@ class _ByTimes:
         chosen = ChosenPlan(plan, notes, performance)
         if every:  # a review promotes to what was checked
             hope = as_if_accurate(self.sites)
-            promoted = self._checked(performance, hope)
-            return chosen._replace(performance=promoted.performance)
+            hoped, performance, _ = self._checked(performance, hope)
+            return chosen._replace(performance=performance, hoped=hoped)
         if every == 0:
             return chosen
         if any(choice.is_fp8 and path in self.kept for path, choice in plan.choices):
@@ -131,7 +145,8 @@ class _ByTimes:
                 "Errors that an earlier run has kept count, and Probe observes every "
                 f"{LOOK_EVERY}th step, by which they are judged."
             )
-            return chosen._replace(notes=(*notes, note), observed_from=0)
+            notes, observed = (*notes, note), Observed(0, _families(plan))
+            return chosen._replace(notes=notes, observed=observed)
         return self._observed_if_it_gains(chosen, performance)
 
     def _observed_if_it_gains(
@@ -139,29 +154,28 @@ class _ByTimes:
     ) -> ChosenPlan:
         """Returns the plan, observed if FP8 that lacks errors alone would gain.
 
-        On one device the step that observes is compiled while others train, which costs
-        the run nothing; over a mesh only if FP8 pays for it.
+        On one device what that needs is compiled while the run trains, which costs the
+        run next to nothing; over a mesh it is observed only if FP8 pays for it.
         """
         unknown = [site for site in self.sites if site.path not in self.kept]
         unknown = without_errors(unknown, performance, self.source)
         hope = self.kept | as_if_accurate(unknown)
         fast = self._make(self.sites, performance, hope)
-        worth = self._entering(performance, chosen.plan, fast)
-        if worth.saves <= 0:
+        if fast.choices == chosen.plan.choices:
             return chosen
-        begin = self._first_observed(performance, chosen.plan)
-        if begin is None or not (worth.pays or begin):
+        begin, worth = self._entering(performance, chosen.plan, fast)
+        if begin is None:
             note = (
-                f"The errors of its FP8 are not known: {worth}, so that this run does "
-                f"not look for them ({_REMEDIES.errors}, for later runs too)."
+                "The errors of its FP8 are not known, and this run is too short to "
+                f"look for them: {worth} ({_REMEDIES.errors}, for later runs too)."
             )
             return chosen._replace(notes=(*chosen.notes, note))
         plan = chosen.plan
         if worth.pays:  # a review promotes to what was checked
             fast, performance, _ = self._checked(performance, hope)
             plan = self._make(self.sites, performance, self.kept)
-            worth = self._entering(performance, plan, fast)
-            if not (worth.pays or begin):
+            begin, worth = self._entering(performance, plan, fast)
+            if begin is None:
                 return chosen
         where = f"from step {begin:,} on, " if begin else ""
         note = (
@@ -170,19 +184,9 @@ class _ByTimes:
             "(--probe.every 0 observes none)."
         )
         notes = (*chosen.notes, note)
-        return ChosenPlan(plan, notes, performance, observed_from=begin)
-
-    def _first_observed(
-        self, performance: PerformanceModel, plan: DispatchPlan
-    ) -> int | None:
-        """Returns the first step that Probe observes; None if the run ends too soon."""
-        if not self._is_alone:
-            return 0
-        steps = steps_meanwhile(self.sites, performance, plan)
-        begin = math.ceil(steps / LOOK_EVERY) * LOOK_EVERY
-        review = self.config.observed(begin).probe.first_review()
-        assert review is not None
-        return begin if review < self.steps else None
+        observed = Observed(begin, _families(fast))
+        hoped = fast if worth.pays else None
+        return ChosenPlan(plan, notes, performance, observed=observed, hoped=hoped)
 
     @property
     def _is_alone(self) -> bool:
@@ -192,7 +196,7 @@ class _ByTimes:
     def outlook(self, chosen: ChosenPlan) -> str:
         """Returns what a plan gains, or what keeps FP8 out of it."""
         remedies, known = _REMEDIES, chosen.performance
-        if chosen.observed_from is not None or self.config.probe.every:
+        if chosen.observed is not None or self.config.probe.every:
             remedies = remedies._replace(errors="Probe measures them in this run")
 
         def make(sites: Sequence[Site], known: PerformanceModel, errors=self.kept):
@@ -227,11 +231,46 @@ class _ByTimes:
 
     def _entering(
         self, performance: PerformanceModel, plan: DispatchPlan, faster: DispatchPlan
-    ) -> Entering:
-        return entering(
-            *(self.sites, performance, plan, faster, self.steps),
-            is_observed=self._is_alone,  # by a step that is compiled meanwhile
+    ) -> tuple[int | None, Entering]:
+        """Returns the first step to observe, and what FP8 saves after the review.
+
+        None if nothing is to be observed: the run ends before the review or, over a
+        mesh, which compiles nothing meanwhile, FP8 does not pay.
+        """
+        of_plan = self.sites, performance, plan
+
+        def entering_after(begin: int, programs: int) -> tuple[int, Entering]:
+            review = self.config.observed(begin, RECIPES).probe.first_review()
+            assert review is not None
+            left = self.steps - review
+            return left, entering(*of_plan, faster, left, programs=programs)
+
+        if not self._is_alone:
+            _, worth = entering_after(0, 1 + STEPS)
+            return (0 if worth.pays else None), worth
+        # What observes is compiled first; FP8's steps before it begins, or it waits.
+        for steps in (STEPS, 0):
+            meanwhile = steps_meanwhile(*of_plan, 1 + steps)
+            begin = math.ceil(meanwhile / LOOK_EVERY) * LOOK_EVERY
+            left, worth = entering_after(begin, STEPS - steps)
+            if worth.pays:
+                return begin, worth
+        return (begin if left > 0 else None), worth
+
+
+def _families(plan: DispatchPlan) -> tuple[str, ...]:
+    """Returns the recipes whose products a plan runs, of those that Probe measures."""
+    running = [choice.recipe for _, choice in plan.choices if choice.is_fp8]
+    return tuple(
+        name
+        for name in RECIPES
+        for own in [get_recipe(name)]
+        if any(
+            own.gemm(role) is not None and own.gemm(role) == recipe.gemm(role)
+            for recipe in running
+            for role in ROLES
         )
+    )
 
 
 def resumed_plan(config: Config, value: Any, sites: Sequence[Site]) -> ChosenPlan:
@@ -241,7 +280,7 @@ def resumed_plan(config: Config, value: Any, sites: Sequence[Site]) -> ChosenPla
         ValueError: if the plan cannot run here.
     """
     chosen = ChosenPlan(saved_plan(value, sites))
-    if not config.probe.every:
+    if not config.probe.observe_every:
         return chosen
     try:
         return chosen._replace(performance=_known(config).performance)

@@ -19,6 +19,7 @@ from loka_jax.data import Position
 from loka_jax.data.places import changes
 from loka_jax.dispatch.plan import as_json
 from loka_jax.dispatch.printing import plain, print_plan, print_sites
+from loka_jax.measure.compiling import keep_compiled
 from loka_jax.report.run_page import write_run_page
 from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train import next_day
@@ -105,6 +106,7 @@ def train(
         with display.doing("looking for a GPU"):
             notice = device_notice(config.run.require_gpu)
         console.print(notice)
+        keep_compiled()
         if config.run.dry_run:
             return Trained(_dry_run(config, console, display))
         workdir = workdir_of(config, processes)
@@ -192,8 +194,8 @@ def _build(
     base = None if start is None else start.base()
     saved = _resumed(start)
     if saved is not None and config.probe.every is None and saved.has("probe"):
-        begin = saved.meta["config"]["probe"]["begin"]
-        config = config.observed(begin)  # as its plan chose at the start
+        probe = saved.meta["config"]["probe"]  # as its plan chose at the start
+        config = config.observed(probe["begin"], tuple(probe["recipes"]))
 
     def build_run(plan: Any) -> Run:
         with display.doing("preparing data, model and plan"):

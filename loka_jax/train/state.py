@@ -8,9 +8,10 @@ import optax
 from flax import struct
 from jaxtyping import Array, Float, Int, PyTree
 
-from loka_jax.nn import OVERWRITE_WITH_GRADIENT, PROBE, Model, ProbeConfig, probing
+from loka_jax.nn import OVERWRITE_WITH_GRADIENT, PROBE, Model, probing
 from loka_jax.ops import embedding
 from loka_jax.ops.tables import MixedTables, Tables
+from loka_jax.ops.tap import Observer
 from loka_jax.train import metrics
 from loka_jax.train.tables.stacks import by_stack, project
 
@@ -74,7 +75,7 @@ def init_state(
     row_optimizer: Any,
     init_stddev: float,
     log_inputs: tuple[Any, ...] | None = None,
-    probe: ProbeConfig | None = None,
+    probe: Observer | None = None,
 ) -> TrainState:
     """Returns the state before the first step.
 

@@ -5,7 +5,6 @@
     params           <- optax, which sees nothing but them
     tables           <- one update for each touched row
     FP8 state        <- its "gradient", which is its next value
-    Probe            <- merged with its "gradient", the statistics of this batch
 
 A step whose loss, gradients or dense features are not finite changes only counters.
 
@@ -14,11 +13,9 @@ rows from their owners, brings together what must be equal everywhere, so that a
 devices skip the same steps, and sends row gradients back (`mesh.placement`).
 """
 
-import contextlib
 import dataclasses
 import functools
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,14 +25,21 @@ from jaxtyping import Array, Float
 
 from loka_jax import scaling
 from loka_jax.data import Batch
-from loka_jax.nn import PROBE, Model, Planned, ProbeConfig, merge_stats, probing
+from loka_jax.measure.compiling import Ahead
+from loka_jax.nn import PROBE, Model, Planned, probing
 from loka_jax.nn.scale_state import SCALES
 from loka_jax.ops.mesh_axes import merging_over_devices
 from loka_jax.ops.tables import Tables
+from loka_jax.ops.tap import Observer
 from loka_jax.optim.clip import global_norm
-from loka_jax.probe.site import Capture
 from loka_jax.train import metrics, tasks
-from loka_jax.train.gradients import accumulate, gradients_of, inputs_of, variables_of
+from loka_jax.train.gradients import (
+    accumulate,
+    gradients_of,
+    inputs_of,
+    seen_by,
+    variables_of,
+)
 from loka_jax.train.placement import Outcome, Placement
 from loka_jax.train.state import TrainState
 from loka_jax.train.tables.stacks import project
@@ -50,7 +54,6 @@ def make_train_step(
     *,
     microbatches: int = 1,
     dropout_seed: int = 0,
-    probe: ProbeConfig | None = None,
     task_weights: tuple[float, ...] = (),
 ) -> Callable[..., tuple[TrainState, Any]]:
     """Returns the training step of a device, for `Placement.train_program`.
@@ -65,15 +68,12 @@ def make_train_step(
             batch norm, the result equals that of the whole batch up to rounding; FP8
             state is merged by the maximum.
         dropout_seed: seed of the dropout masks, which also depend on the step.
-        probe: how Probe observes the sites in this step; None if it does not.
         task_weights: weights of the losses of several tasks; 1 for each if empty.
     """
     projected = project(model, placement.tables)
-    gradients = functools.partial(gradients_of, projected, probe, task_weights)
+    gradients = functools.partial(gradients_of, projected, task_weights)
     if microbatches > 1:
-        gradients = functools.partial(
-            accumulate, gradients, microbatches, probe is not None
-        )
+        gradients = functools.partial(accumulate, gradients, microbatches)
 
     def step(state: TrainState, batch: Batch, routed: Any = None):
         with jax.named_scope("lookup"):
@@ -93,7 +93,7 @@ def make_train_step(
             own = Outcome(loss, grads, batch_stats, seen, is_finite)
             merged, found = placement.merge(own, found, key)
         with jax.named_scope("optimizer"):
-            proposed = _proposed(optimizer, probe, state, merged)
+            proposed = _proposed(optimizer, state, merged)
         is_finite = merged.is_finite & all_finite(merged.loss, proposed["grad_norm"])
         with jax.named_scope("update_rows"):
             table, row_state, left = placement.update_rows(
@@ -148,75 +148,74 @@ def logits_of(
 def make_observe_step(
     model: Model,
     placement: Placement,
-    observer: Capture,
-    task_weights: tuple[float, ...],
+    observer: Observer,
+    task_weights: Sequence[float],
 ) -> Callable[..., Any]:
-    """Returns a step that returns an observer's result of every site, not training.
+    """Returns a step that returns what an observer tells of every site, not training.
 
     It takes a state, a batch that all devices have, and the weight of all examples of
     the training step if the batch is a part of them: gradients are as large as in that
-    step. All devices return the same.
+    step. All devices return the same. The observer goes on from `TrainState.probe`; if
+    that is empty, from no statistics at the number of the step.
     """
     projected = project(model, placement.tables)
 
     def step(state: TrainState, batch: Batch, total_weight: Array | None = None):
         rows = placement.look_up_alike(projected, state, batch)
-        with probing(observer):
-            init = functools.partial(projected.init, jax.random.key(0))
-            shapes = jax.eval_shape(init, *inputs_of(batch, rows))[PROBE]
-        # Only the number of steps is read: others compute other elements of products.
-        start = jax.tree.map(lambda x: jnp.full(x.shape, state.step, x.dtype), shapes)
-        state = dataclasses.replace(state, probe=start)
-        inputs = state, batch, rows, jax.random.key(0), total_weight
-        return gradients_of(projected, observer, task_weights, *inputs)[-1].probe
+        if not state.probe:
+            inputs = inputs_of(batch, rows)
+            start = _at_step(state.step, projected, observer, inputs)
+            state = dataclasses.replace(state, probe=start)
+        return seen_by(
+            observer, projected, task_weights, state, batch, rows, total_weight
+        )
 
     return placement.everywhere(step)
+
+
+def _at_step(number: Array, model: Model, observer: Observer, inputs: tuple) -> Any:
+    """Returns statistics of which only the number of steps is read.
+
+    By it the elements of products are chosen that are computed.
+    """
+    with probing(observer):
+        init = functools.partial(model.init, jax.random.key(0))
+        shapes = jax.eval_shape(init, *inputs)[PROBE]
+    return jax.tree.map(lambda x: jnp.full(x.shape, number, x.dtype), shapes)
 
 
 class TrainStep:
     """A compiled training step, or several by one call.
 
-    Only observed steps take and return Probe's statistics. Passing their many small
-    arrays to the others would cost the host more time than a step of a small model.
+    It neither takes nor returns Probe's statistics, whose many small arrays would cost
+    the host more time than a step of a small model.
     """
 
-    def __init__(self, program: Any, *, is_observed: bool):
-        """Takes a compiled step, and whether it reads `TrainState.probe`."""
-        self._program = program
-        self._is_observed = is_observed
-        self._compiling: threading.Thread | None = None
-        self.has_run = False
+    def __init__(self, program: Any):
+        """Takes a compiled step."""
+        self._program = Ahead(program)
 
-    def compile_ahead(self, state: TrainState, *batches: Batch) -> None:
-        """Compiles the step in a thread, on one device; the first call waits for it.
+    @property
+    def has_run(self) -> bool:
+        """True once it was called."""
+        return self._program.has_run
 
-        Of the arrays only types are read, which donated ones keep.
-        """
-
-        def compile_it():
-            with contextlib.suppress(Exception):  # the first call meets it again
-                self.lower(state, *batches).compile()
-
-        self._compiling = threading.Thread(target=compile_it, daemon=True)
-        self._compiling.start()
+    def ahead(self, state: TrainState, *batches: Batch) -> Callable[[], None]:
+        """Returns a job that compiles the step on one device, see `Ahead`."""
+        return self._program.ahead(_unobserved(state), *batches)
 
     def __call__(self, state: TrainState, *batches: Batch) -> TrainState:
         """Returns the state after a step on each batch; the old state is donated."""
-        if self._compiling is not None:
-            self._compiling.join()
-            self._compiling = None
-        after = self._program(self._seen(state), *batches)
-        self.has_run = True
-        if self._is_observed:
-            return after
+        after = self._program(_unobserved(state), *batches)
         return dataclasses.replace(after, probe=state.probe)
 
     def lower(self, state: TrainState, *batches: Batch) -> jax.stages.Lowered:
         """Returns the step lowered; over a mesh the batches must be real."""
-        return self._program.lower(self._seen(state), *batches)
+        return self._program.lower(_unobserved(state), *batches)
 
-    def _seen(self, state: TrainState) -> TrainState:
-        return state if self._is_observed else dataclasses.replace(state, probe={})
+
+def _unobserved(state: TrainState) -> TrainState:
+    return dataclasses.replace(state, probe={})
 
 
 def named_sites(state: TrainState) -> dict[str, scaling.DelayedScaling]:
@@ -263,10 +262,7 @@ def all_finite(*values: Any) -> Array:
 
 
 def _proposed(
-    optimizer: optax.GradientTransformation,
-    probe: ProbeConfig | None,
-    state: TrainState,
-    merged: Outcome,
+    optimizer: optax.GradientTransformation, state: TrainState, merged: Outcome
 ) -> dict[str, Any]:
     """Returns what a step makes of a state, but for its tables and counters."""
     with jax.numpy_dtype_promotion("standard"):  # optax.adam relies on it
@@ -274,7 +270,7 @@ def _proposed(
             merged.grads.params, state.opt_state, state.params
         )
     updates = jax.tree.map(lambda u: u * state.lr_scale, updates)
-    proposed = {
+    return {
         "params": optax.apply_updates(state.params, updates),
         "opt_state": opt_state,
         "fp8": merged.grads.fp8,
@@ -282,9 +278,6 @@ def _proposed(
         "grad_norm": global_norm(merged.grads.params),
         "metrics": metrics.merge(state.metrics, merged.seen),
     }
-    if probe is not None:
-        proposed["probe"] = merge_stats(state.probe, merged.grads.probe, probe)
-    return proposed
 
 
 def _accepted(is_finite, proposed: dict[str, Any], state: TrainState) -> dict[str, Any]:

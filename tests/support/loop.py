@@ -72,7 +72,11 @@ class Steps(TrainStep):
 
     def __init__(self, run: "StandInRun", how: dict[str, Any]):
         self._run, self._how = run, how
-        self.has_run = False
+        self._has_run = False
+
+    @property
+    def has_run(self) -> bool:
+        return self._has_run
 
     def __call__(self, state: TrainState, *batches: Batch) -> TrainState:
         numbers = [int(batch.ids[0, 0]) for batch in batches]
@@ -80,15 +84,10 @@ class Steps(TrainStep):
             raise error
         self._run.events.append(f"train on {', '.join(map(str, numbers))}")
         self._run.calls.append(self._how)
-        self.has_run = True
+        self._has_run = True
         for number in numbers:
             state = self._after(state, number)
         return state
-
-    def compile_ahead(self, state: TrainState, *batches: Batch):
-        del state, batches
-        self._run.events.append("compile ahead")
-        self._run.ahead.append(self._how)
 
     def _after(self, state: TrainState, number: int) -> TrainState:
         host = jax.device_get(state)
@@ -148,7 +147,7 @@ class StandInRun(Run):
         vars(self).update(steps_per_epoch=STEPS_PER_EPOCH, total_steps=total_steps)
         vars(self).update(schedule=lambda step: step / 100)
         vars(self).update(placement=StandInPlacement(events))
-        self.events, self.calls, self.read_from, self.ahead = events, [], [], []
+        self.events, self.calls, self.read_from = events, [], []
         self.losses, self.skipped, self.errors, self.steps = {}, set(), {}, {}
 
     init = lambda self: start_state()  # noqa: E731
@@ -171,9 +170,16 @@ class StandInRun(Run):
             yield position, Batch(ones[:, None], ids, ones, ones)
             position = next_position(position, STEPS_PER_EPOCH)
 
-    def train_step(self, *, scales_initialized, probe=None, steps=1):
-        how = dict(scales_initialized=scales_initialized, probe=probe, steps=steps)
+    def train_step(self, *, scales_initialized, steps=1):
+        how = dict(scales_initialized=scales_initialized, steps=steps)
         return self.steps.setdefault(tuple(how.values()), Steps(self, how))
+
+    def probe_step(self, probe):
+        def observe(state, batch):
+            self.events.append(f"observe {int(batch.ids[0, 0])}")
+            return {"observed": state.step}
+
+        return mock.Mock(side_effect=observe, has_run=True)
 
 
 class _Record(RunRecord):

@@ -7,6 +7,7 @@ import tomllib
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from loka_jax import compat
 
@@ -34,6 +35,25 @@ def test_the_operands_and_jaxprs_of_a_scan_are_told_apart():
     assert shapes == [(3, 1), (3, 2), (), (2,)]
     remat = jax.make_jaxpr(jax.checkpoint(jnp.sin))(1.0).eqns[0]
     assert [x.jaxpr.eqns[0].primitive.name for x in compat.closed_jaxprs(remat.params)]
+
+
+def test_mosaic_kernels_are_named_alike_whatever_was_lowered_before(monkeypatch):
+    core = pytest.importorskip("jax.experimental.mosaic.gpu.core")
+    monkeypatch.setattr(
+        core.dialect, "get_or_set_dump_options", core.dialect.get_or_set_dump_options
+    )
+    compat.name_kernels_alike.__wrapped__()
+
+    def lowered():
+        def kernel(x, out):
+            out[...] = x[...] + 1.0
+
+        call = plgpu.kernel(kernel, out_type=jax.ShapeDtypeStruct((128,), jnp.float32))
+        traced = jax.jit(call).trace(jax.ShapeDtypeStruct((128,), jnp.float32))
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    texts = [lowered() for _ in range(2)]
+    assert "mosaic_gpu" in texts[0] and texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("event", [compat.LOWERING_EVENT, compat.COMPILATION_EVENT])

@@ -35,7 +35,7 @@ mesh loop_options
 config
 model planning settings
 planner build
-evaluation
+ahead evaluation
 watch
 first_order
 logs

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from loka_jax.nn import by_path
 from loka_jax.optim import OptimConfig
+from loka_jax.probe.site import SiteStats
 from loka_jax.recipe import OPERANDS
 from loka_jax.train import metrics
 from loka_jax.train.build import Run
@@ -92,6 +93,7 @@ def amaxes(state: TrainState) -> dict[str, float]:
         {
             path: [getattr(stats, x).elements.read()["last_amax"] for x in OPERANDS]
             for path, stats in by_path(state.probe).items()
+            if isinstance(stats, SiteStats)
         }
     )
 

@@ -26,7 +26,6 @@ from typing import Any, override
 
 import jax
 import jax.numpy as jnp
-from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool
@@ -34,7 +33,6 @@ from jaxtyping import Array, Bool
 from loka_jax.data import Batch, Part, Position
 from loka_jax.data.prefetch import placed
 from loka_jax.dispatch.gradient_wire import GradientSum
-from loka_jax.nn import ProbeConfig, merge_stats
 from loka_jax.ops import exchange, row_order
 from loka_jax.ops.collectives import sum_gradients
 from loka_jax.ops.embedding import BAD_ID
@@ -299,8 +297,6 @@ class MeshPlacement(Placement):
         grads = own.grads._replace(params=params)
         if jax.tree.leaves(grads.fp8):
             grads = grads._replace(fp8=max_all(grads.fp8, AXES))
-        if jax.tree.leaves(grads.probe):
-            grads = grads._replace(probe=_merge_stats(grads.probe))
         is_complete = jnp.all(jnp.stack(found.batch.missing) <= 0)
         is_finite = (bad == 0) & is_complete
         found = found._replace(counts=gathered_by(counts, found.counts))
@@ -358,14 +354,3 @@ class MeshPlacement(Placement):
 def _rounding_keys(key: Array) -> Array:
     """Returns the keys by which dense gradients, and those of rows, are rounded."""
     return jax.random.split(jax.random.fold_in(key, _ROUNDING))
-
-
-def _merge_stats(stats: Any) -> Any:
-    """Returns Probe's statistics of all devices, merged as those of microbatches."""
-    flat, unflatten = ravel_pytree(stats)
-    parts = jax.lax.all_gather(flat, AXES)
-
-    def add(merged, part):
-        return merge_stats(merged, unflatten(part), ProbeConfig()), None
-
-    return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, stats), parts)[0]

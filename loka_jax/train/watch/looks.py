@@ -22,15 +22,13 @@ from loka_jax.nn import by_path
 from loka_jax.probe.site import Capture
 from loka_jax.recipe import Recipe, Role
 from loka_jax.site import Choice
-from loka_jax.train import tasks
 from loka_jax.train.build import Run
 from loka_jax.train.state import TrainState
-from loka_jax.train.step import make_observe_step, named_sites
+from loka_jax.train.step import named_sites
 from loka_jax.train.watch.host_state import Progress
 from loka_jax.train.watch.scale_watch import Look as ScaleLook
 from loka_jax.train.watch.scale_watch import take_look
 
-MAX_EXAMPLES = 8192  # that a look runs
 MAX_ROWS = 2048  # of the operands of a site whose casts are measured
 # Unread looks; older ones are read, as they have been computed.
 _MAX_UNREAD = 8
@@ -145,29 +143,17 @@ def look_step(
     """Returns the compiled look at some sites, by path; None without sites.
 
     A site that has no delayed scales, as it runs in bfloat16, is looked at with those
-    of a first step. Up to `MAX_EXAMPLES` are run that a device has of a microbatch, so
-    that a look takes no more memory than a step, and not much time. The error of drhs
-    is extrapolated to the whole batch, and gradients are those of its mean loss.
+    of a first step. The error of drhs is extrapolated to the whole batch.
     """
     if not sites:
         return None
     recipes = tuple(dict.fromkeys(site.recipe for site in sites.values()))
-    # All devices look at the part of one of them.
-    parts = run.config.loop.microbatches * run.placement.size
-    is_log = run.config.data.is_log  # whose batches are not divided
-    parts *= 1 if is_log else -(-run.config.loop.batch_size // (parts * MAX_EXAMPLES))
-    observer = Capture(recipes=recipes, max_rows=MAX_ROWS, copies=parts)
-    task_weights = run.config.optim.task_weights
-    observe = make_observe_step(run.planned, run.placement, observer, task_weights)
+    copies = run.parts_of_a_look
+    observer = Capture(recipes=recipes, max_rows=MAX_ROWS, copies=copies)
+    observe = run.observe_step(observer)
 
     def look(state: TrainState, batch: Batch) -> Look:
-        total_weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
-        rows = len(batch.labels) // parts
-        part = batch
-        if parts > 1:
-            part = jax.tree.map(lambda x: jnp.asarray(x)[:rows], batch)
-        seen = observe(state, part, total_weight)
-        samples = by_path(seen)
+        samples = by_path(observe(dataclasses.replace(state, probe={}), batch))
         return {
             path: health(
                 samples[path].operands,

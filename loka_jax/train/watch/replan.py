@@ -11,13 +11,14 @@ from loka_jax import jsonfile
 from loka_jax.dispatch.drift import after_change
 from loka_jax.dispatch.groups import cross_networks
 from loka_jax.dispatch.learned import keep_errors
-from loka_jax.dispatch.outlook import entering
+from loka_jax.dispatch.outlook import STEPS, entering
 from loka_jax.dispatch.plan import DispatchPlan, as_json, from_json
 from loka_jax.dispatch.policy import Decision
 from loka_jax.dispatch.processes import same_text
 from loka_jax.dispatch.review import live_intervals
 from loka_jax.dispatch.table import RoleErrors
 from loka_jax.nn import by_path
+from loka_jax.probe.site import errors_of
 from loka_jax.site import BF16
 from loka_jax.terminal import one_line
 from loka_jax.train.build import Run
@@ -128,9 +129,11 @@ def _worth_it(
     """Returns the promoted sites, or none if they save less than entering costs."""
     if not promoted or run.reviewer is None:
         return promoted
-    faster, left = plan.changed(promoted), max(run.total_steps - step, 0)
-    known = run.reviewer.performance
-    worth = entering(run.sites, known, plan, faster, left, is_observed=True)
+    faster, left = plan.changed(promoted), run.total_steps - step
+    known, hoped = run.reviewer.performance, run.hoped_plan
+    is_compiled = hoped is not None and hoped.choices == faster.choices
+    programs = 0 if is_compiled else STEPS
+    worth = entering(run.sites, known, plan, faster, left, programs=programs)
     say(f"step {step:,}: {worth}{'' if worth.pays else ', so that it is not entered'}.")
     return promoted if worth.pays else {}
 
@@ -186,7 +189,7 @@ def _returning(
 def _live_errors(run: Run, probe: Any) -> dict[str, RoleErrors]:
     """Returns the live errors of sites that were seen in enough steps, by path."""
     stats, recipes = by_path(probe), run.config.probe.recipes
-    errors = jax.device_get({path: x.errors for path, x in stats.items()})
+    errors = jax.device_get({path: errors_of(x) for path, x in stats.items()})
     found = {path: live_intervals(x, recipes) for path, x in errors.items()}
     return {path: by_role for path, by_role in found.items() if any(by_role.values())}
 

@@ -81,11 +81,11 @@ def test_entering_pays_if_it_saves_more_than_it_costs():
     slow = make_plan(PAIR, FAST)
     fast = make_plan(PAIR, FAST, errors=as_if_accurate(PAIR))
     worth = functools.partial(entering, PAIR, FAST, slow, fast)
-    found = worth(1_000_000, is_observed=True)
+    found = worth(1_000_000, programs=2)
     assert (found.saves, found.pays) == (pytest.approx(2.0), False)
-    assert found.costs == pytest.approx(2 * 1.2 * len(PAIR))
-    assert worth(3_000_000, is_observed=True).pays
-    assert not worth(3_000_000, is_observed=False).pays
+    assert found.costs == pytest.approx((2 * 0.9 + 0.2) * len(PAIR))
+    assert worth(1_000_000, programs=0).pays and not worth(100_000, programs=0).pays
+    assert worth(-1, programs=0).saves == 0
     assert str(found) == (
-        "FP8 may save 2 s of the rest of the run, and entering it takes some 5 s"
+        "FP8 may save 2 s of the rest of the run, and entering it takes some 4 s"
     )

@@ -1,7 +1,6 @@
 """Which run `probe.py` observes or goes on with, and what it refuses."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +8,6 @@ from experiments import probe as script
 from experiments.cli import parse
 from experiments.probe import observed
 from loka_jax import saved_format
-from loka_jax.train.checkpoints.manifest import Saved
 from tests.support.commands import assert_refused
 from tests.support.configs import tiny_config
 
@@ -17,13 +15,10 @@ TINY = ["--config", tiny_config("fp8_dlrm"), "--workdir"]
 
 
 @pytest.fixture
-def begun(monkeypatch, tmp_path):
-    """Returns a function that leaves a run of an interval and a checkpoint's leaf."""
+def begun(tmp_path):
+    """Returns a function that leaves a run of an interval."""
 
-    def begun(every, leaf="params/kernel"):
-        saved = Saved(3, {}, {leaf: {"shape": [], "dtype": "float32"}})
-        run = SimpleNamespace(saved=saved)
-        monkeypatch.setattr("experiments.probe.open_run", lambda workdir, best: run)
+    def begun(every):
         start = f'{{"{saved_format.KEY}": {saved_format.RUN}'
         text = f'{start}, "probe": {{"every": {every}}}}}'
         (tmp_path / "config.json").write_text(text)
@@ -43,13 +38,10 @@ def test_a_run_goes_on_with_its_own_interval_and_a_new_one_has_the_default(
     found = observed(at)
     assert (found.probe.every, found.run.resume) == (7, True)
     assert (found.mesh.replicas, found.mesh.shards) == (1, 1)
-    begun("null", "probe/head/stats")  # its plan lets Probe observe
-    found = observed(at)
-    assert found.probe.every is None and found.run.resume
 
 
 @pytest.mark.parametrize("every", ["null", "0", '"x"', "true"])
 def test_a_run_that_probe_did_not_observe_is_refused(every, begun, tmp_path, run):
     begun(every)
-    why = "holds a run that Probe did not observe"
+    why = "holds a run without statistics of its sites"
     assert_refused(run(script, *TINY, tmp_path), why)

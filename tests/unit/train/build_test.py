@@ -7,10 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from loka_jax import nn
-from loka_jax.data import WHOLE, Position
+from loka_jax.data import WHOLE, Batch, Position
 from loka_jax.dispatch.gradient_wire import GradientSum
+from loka_jax.dispatch.policy import Decision
 from loka_jax.optim import OptimConfig, make_schedule
+from loka_jax.site import Choice
 from loka_jax.train import build as build_lib
 from loka_jax.train.build import build, build_in_turn
 from loka_jax.train.config import EmbeddingConfig
@@ -73,17 +74,51 @@ def test_a_step_is_made_with_the_options_of_the_run(make_train_step):
     fixed = dict(dropout_seed=5, task_weights=(), microbatches=2)
     for initialized, options in ((False, {"tuned": False}), (True, {})):
         taken = run.train_step(scales_initialized=initialized)
-        assert taken._program == ("step", 1, options) and not taken._is_observed
+        assert taken._program._function == ("step", 1, options)
         model = dataclasses.replace(run.planned, scales_initialized=initialized)
-        make_train_step.assert_called_with(model, *parts, **fixed, probe=None)
+        make_train_step.assert_called_with(model, *parts, **fixed)
     # They are made once, and again for what differs.
-    how, probe = dict(scales_initialized=True), nn.ProbeConfig()
+    how = dict(scales_initialized=True)
     step = run.train_step(**how)
     assert run.train_step(**how) is step and make_train_step.call_count == 2
-    observed = run.train_step(**how, probe=probe)
-    assert observed._is_observed and make_train_step.call_args.kwargs["probe"] == probe
     assert run.train_step(**how, steps=2) is not step
     assert run.replanned(run.plan.changed({})).train_step(**how) is not step
+
+
+def test_steps_of_the_hoped_plan_are_compiled_once(make_train_step):
+    run = run_of()
+    path = next(site.path for site in run.sites if site.has_choice)
+    changed = run.plan.changed({path: Decision(Choice.parse("xla bf16"), "hoped")})
+    run = dataclasses.replace(run, hoped_plan=changed)
+    step = run.hoped.train_step()
+    found = run.plan.changed({path: Decision(Choice.parse("xla bf16"), "found")})
+    assert run.replanned(found).train_step() is step
+    assert run.replanned(found).plan is found and run.replanned(found).hoped is None
+    assert run.replanned(run.plan).train_step() is not step
+
+
+@pytest.mark.parametrize(
+    "microbatches, devices, most, parts",
+    [(1, 1, 99, 1), (3, 2, 99, 6), (1, 2, 99, 2), (1, 1, 8, 3), (1, 2, 11, 4)],
+    ids=["whole", "microbatches of devices", "a device", "a third", "half of a device"],
+)
+def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
+    monkeypatch, microbatches, devices, most, parts
+):
+    def observe(state, part, total_weight):
+        return {"rows": len(part.dense), "of": total_weight, "state": state}
+
+    made = mock.Mock(return_value=observe)
+    monkeypatch.setattr(build_lib, "make_observe_step", made)
+    monkeypatch.setattr(build_lib, "_MAX_EXAMPLES", most)
+    mesh = None if devices == 1 else MeshConfig(replicas=devices, shards=1)
+    run = run_of(mesh, batch_size=24, microbatches=microbatches)
+    ones = np.ones(24, np.float32)
+    batch = Batch(ones[:, None], np.zeros((24, 1), np.int32), ones, 0.5 * ones)
+    found = run.observe_step("observer")("state", batch)
+    assert found == {"rows": 24 // parts, "of": 12.0, "state": "state"}
+    made.assert_called_once_with(run.planned, run.placement, "observer", ())
+    assert run.parts_of_a_look == parts
 
 
 @pytest.mark.parametrize("steps, depth", [(1, 4), (3, 6)])
@@ -114,7 +149,8 @@ def test_optimizers_and_schedules_are_those_of_the_options():
 TOLD = """
 {
   "plan": {"a": 1},
-  "every": 5,
+  "begin": 5,
+  "recipes": ["fp8_rowwise"],
   "gradients": {"wire": "bf16", "reason": "r", "num_bytes": 3}
 }
 """
@@ -137,7 +173,7 @@ def test_processes_build_in_turn_what_the_first_has_chosen(monkeypatch, index):
     assert run.placement.gradient_sum == ("bf16", "r", 3)
     # The first one alone reviews the plan; all observe when it does.
     assert run.reviewer == (None if index else "reviewer")
-    assert run.config.probe.every == (5 if index else None)
+    assert run.config.probe.begin == (5 if index else None)
     assert bool(said[0]) == ("int8" in said[0]) == (index == 0)
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     with pytest.raises(ValueError, match="2 processes have 8 devices, and .* are 4"):

@@ -15,6 +15,7 @@ from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.local import shipped_path
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.models import Dlrm
+from loka_jax.probe.site import ErrorsAlone
 from loka_jax.train.config import (
     Dcnv2Config,
     DispatchOptions,
@@ -134,6 +135,10 @@ def test_steps_are_observed_when_they_are_due():
         assert never.first_review() is None and never.look_every == looks
     # After five observed steps beside the first.
     assert options.first_review() == 6 and ProbeOptions(every=64).first_review() == 81
+    # Errors alone where a plan has it observe.
+    chosen = ProbeOptions(begin=128)
+    assert not chosen.config_at(127) and chosen.first_review() == 128 + 81
+    assert chosen.first() == ErrorsAlone(decay=0.7) and chosen.observe_every == 64
     observed = [x for x in range(130) if ProbeOptions(every=64).config_at(x)]
     assert observed == [0, 16, 32, 48, 64, 80, 128]
     later = ProbeOptions(every=64, begin=128)

@@ -302,19 +302,26 @@ def test_plans_are_reviewed_with_evaluations_but_not_at_the_end(watched):
     assert len(reviews) == 3
     before = [made.events[i - 1] for i in reviews]
     assert before[:2] == ["log eval 6", "train on 20"]  # step 11: the first review
-    observed = [call["probe"] is not None for call in made.run.calls]
-    assert observed == [True, False] * 6 + [False] * 2
+    # Rows are equal everywhere when sites are observed, before a step on that batch.
+    observed = [i for i, x in enumerate(made.events) if x.startswith("observe")]
+    batches = [made.events[i].removeprefix("observe ") for i in observed]
+    assert batches == ["0", "2", "4", "11", "13", "20"]
+    for i, batch in zip(observed, batches, strict=True):
+        assert made.events[i - 1 : i + 2] == [
+            "sync",
+            f"observe {batch}",
+            f"train on {batch}",
+        ]
+    assert made.loop.state.probe == {"observed": 10}
 
 
-def test_the_first_observed_step_is_compiled_while_others_run():
-    config = runs.config(log_every=50)
-    probe = ProbeOptions(every=4, begin=8)
-    made = make_loop(dataclasses.replace(config, probe=probe), steps=10).train()
-    assert made.events[:3] == ["ahead", "train on 0", "compile ahead"]
-    assert made.events.count("compile ahead") == 1
-    (how,) = made.run.ahead
-    assert how == dict(scales_initialized=True, probe=probe.config_at(8), steps=1)
-    assert made.run.calls[8] == how
+def test_what_may_be_needed_is_compiled_once_after_the_first_step(monkeypatch):
+    begun = []
+    monkeypatch.setattr(loop_lib, "compile_ahead", lambda *given: begun.append(given))
+    made = make_loop(steps=7)
+    made.train()
+    [(run, state, batch)] = begun
+    assert run is made.run and state.step == 1 and batch.ids[0, 0] == 0
 
 
 def test_a_new_plan_is_followed_recorded_and_saved(monkeypatch, watched):

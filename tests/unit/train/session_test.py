@@ -18,7 +18,7 @@ from loka_jax.train import loop as loop_lib
 from loka_jax.train import session
 from loka_jax.train import summary as summary_lib
 from loka_jax.train.checkpoints.manifest import Saved
-from loka_jax.train.config import LOOK_EVERY, ProbeOptions
+from loka_jax.train.config import ProbeOptions
 from loka_jax.train.folder import workdir
 from loka_jax.train.folder.source_run import SourceRun
 from loka_jax.train.loop import Loop
@@ -172,12 +172,12 @@ def test_a_session_may_go_on_from_another_run(tmp_path, monkeypatch, sessions):
     assert len(others) == 8 + 4  # its own steps, and their evaluations
 
 
-@pytest.mark.parametrize("asked, observed", [(None, (LOOK_EVERY, 128)), (7, (7, 0))])
+@pytest.mark.parametrize("asked, observed", [(None, (None, 128)), (7, (7, None))])
 def test_a_run_resumes_with_the_plan_and_the_observation_of_its_checkpoint(
     sessions, asked, observed
 ):
     run = dataclasses.replace(config(), probe=ProbeOptions(every=asked))
-    meta = SAVED.meta | {"config": {"probe": {"begin": 128}}}
+    meta = SAVED.meta | {"config": {"probe": {"begin": 128, "recipes": []}}}
     with_probe = dataclasses.replace(SAVED, leaves={"probe/site": None}, meta=meta)
     without_plan = dataclasses.replace(SAVED, meta={"data": {"rows": 148}})
     for saved in (SAVED, with_probe, without_plan):
@@ -185,7 +185,7 @@ def test_a_run_resumes_with_the_plan_and_the_observation_of_its_checkpoint(
         session._build(run, None, mock.MagicMock(), start)
     session._build(run, None, mock.MagicMock(), None)
     assert sessions.built_with == [({"a": 1}, None)] * 2 + [({}, None), (None, None)]
-    own = asked, 0
+    own = asked, None
     assert sessions.every == [own, observed, own, own]
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import threading
 
 import chex
 import jax
@@ -28,6 +27,7 @@ from loka_jax.train.step import (
 from loka_jax.train.tables.update import RowUpdate, update_table
 from tests.support import linear
 from tests.support.linear import FIRST_ROWS, SIZE, TABLES, Linear, expected, make_batch
+from tests.support.loop import start_state
 from tests.support.train import digest
 
 COUNTERS = ("step", "skipped", "skipped_in_a_row")
@@ -180,7 +180,7 @@ def test_microbatches_are_accumulated_in_order():
         fp8 = {"site": DelayedScaling(jnp.stack([part, -part, 1 / part])[:, None])}
         stats = {"mean": state.batch_stats["mean"] * 10 + part}
         logits = batch.dense[:, 0] + 100 * jax.random.uniform(key)
-        grads = Gradients(params=part * jnp.ones(2), rows=rows * 2, fp8=fp8, probe={})
+        grads = Gradients(params=part * jnp.ones(2), rows=rows * 2, fp8=fp8)
         return part / total_weight, logits, stats, grads
 
     state = dataclasses.replace(
@@ -192,7 +192,7 @@ def test_microbatches_are_accumulated_in_order():
     batch = make_batch()
     batch.weights[:] = np.repeat([1.0, 0.25, 0.5, 0.125], SIZE // 4)  # 8 examples each
     rows = jnp.arange(SIZE * 6.0).reshape(SIZE, 3, 2)
-    run = jax.jit(functools.partial(accumulate, gradients, 4, False))
+    run = jax.jit(functools.partial(accumulate, gradients, 4))
     loss, logits, stats, grads = run(state, batch, rows, jax.random.key(0))
     np.testing.assert_allclose(loss, 1, rtol=1e-6)  # each part over the weight of all
     of_key = np.round(np.reshape(logits - batch.dense[:, 0], (4, -1)), 3)
@@ -287,28 +287,11 @@ def test_evaluation_uses_statistics_and_no_dropout(stateful):
     assert metrics.compute(seen)["count"] == SIZE and abs(100 * mean) > 0.5
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_step_is_compiled_ahead_in_a_thread_and_an_error_there_is_harmless(fails):
-    traced, compiled = [], []
+def test_a_step_leaves_what_probe_has_learned():
+    def step(state):
+        assert state.probe == {}
+        return dataclasses.replace(state, step=state.step + 1)
 
-    def step(state, batch):
-        traced.append(threading.current_thread())
-        if fails and len(traced) == 1:
-            raise RuntimeError("no compiler")
-        return state + batch
-
-    def count(event, duration_secs, **names):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(threading.current_thread())
-
-    take_step = TrainStep(jax.jit(step, donate_argnums=0), is_observed=True)
-    state, batch = jnp.zeros(3), jnp.ones(3)
-    jax.monitoring.register_event_duration_secs_listener(count)
-    take_step.compile_ahead(state, batch)
-    after = take_step(state, batch)
-    jax.monitoring.unregister_event_duration_listener(count)
-    chex.assert_trees_all_equal(after, jnp.ones(3))
-    thread, *again = traced
-    assert thread is not threading.current_thread()
-    assert again == [threading.current_thread()] * fails
-    assert compiled == (again or [thread])
+    state = dataclasses.replace(start_state(), probe={"site": jnp.ones(2)})
+    after = TrainStep(jax.jit(step))(state)
+    assert after.step == 1 and after.probe is state.probe

@@ -6,9 +6,8 @@ from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from loka_jax.data import Batch, Position
+from loka_jax.data import Position
 from loka_jax.dispatch.drift import SiteDrift
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.group import Cross, Group, Member
@@ -21,6 +20,7 @@ from loka_jax.train.watch import looks
 from loka_jax.train.watch.host_state import Progress
 from loka_jax.train.watch.looks import Looks, Watched, watched
 from tests.support import stand_ins
+from tests.support.loop import start_state
 
 DELAYED = "fp8_tensorwise_delayed_bf16_drhs"
 PROGRESS = Progress(step=8, position=Position(0, 8, 0))
@@ -122,53 +122,24 @@ SITES = {
 }
 
 
-@pytest.fixture
-def observing(monkeypatch):
-    """The observing steps of looks, which see errors 1.0 and 2.0, by two recipes."""
-
-    def observe(state, part, total_weight):
-        errors = SimpleNamespace(relative_l2=(1.0, 2.0))
-        operands = SimpleNamespace(rows=len(part.dense), of=total_weight)
-        return dict.fromkeys(SITES, SimpleNamespace(errors=errors, operands=operands))
+def test_a_look_returns_the_measures_of_each_site_by_its_casts(monkeypatch):
+    def observe(state, batch):
+        assert state.probe == {}
+        seen = dict(errors=SimpleNamespace(relative_l2=(1.0, 2.0)), operands=batch)
+        return dict.fromkeys(SITES, SimpleNamespace(**seen))
 
     def health(operands, error, recipe, *, fp8_results, limits):
-        numbers = error, operands.rows, operands.of
-        numbers = *numbers, float(recipe == RECIPE), len(fp8_results)
+        numbers = error, operands, float(recipe == RECIPE), len(fp8_results)
         return jnp.stack([jnp.broadcast_to(jnp.float32(x), 3) for x in numbers], 1)
 
-    make_observe_step = mock.Mock(return_value=observe)
-    parts = dict(health=health, by_path=lambda seen: seen)
-    for name, part in (parts | {"make_observe_step": make_observe_step}).items():
+    for name, part in dict(health=health, by_path=lambda seen: seen).items():
         monkeypatch.setattr(looks, name, part)
-    return make_observe_step
-
-
-@pytest.mark.parametrize(
-    "microbatches, devices, most, rows",
-    [(1, 1, 99, 24), (3, 2, 99, 4), (1, 2, 99, 12), (1, 1, 8, 8), (1, 2, 11, 6)],
-    ids=["whole", "microbatches of devices", "a device", "a third", "half of a device"],
-)
-def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
-    observing, monkeypatch, microbatches, devices, most, rows
-):
-    monkeypatch.setattr(looks, "MAX_EXAMPLES", most)
-    run = mock.Mock()
-    run.placement.size, run.config.data.is_log = devices, False
-    run.config.loop.microbatches, run.config.loop.batch_size = microbatches, 24
-    look = looks.look_step(run, SITES)
-    ones = np.ones(24, np.float32)
-    batch = Batch(ones[:, None], np.zeros((24, 1), np.int32), ones, 0.5 * ones)
-    found = look({}, batch)
-    for path, (error, *casts) in {
-        "a": (1, 0, 0),
-        "b": (2, 1, 2),
-        "c": (2, 1, 0),
-    }.items():
-        want = [error, rows, 12.0, *casts]
-        np.testing.assert_allclose(found[path], [want] * 3)
-    model, placement, observer, weights = observing.call_args.args
-    given = run.planned, run.placement, run.config.optim.task_weights
-    assert (model, placement, weights) == given
-    assert observer == Capture(
-        recipes=(ROWWISE, RECIPE), max_rows=looks.MAX_ROWS, copies=24 // rows
+    run = mock.Mock(parts_of_a_look=6, observe_step=mock.Mock(return_value=observe))
+    state = dataclasses.replace(start_state(), probe={"site": jnp.ones(2)})
+    found = looks.look_step(run, SITES)(state, jnp.float32(7))
+    wanted = {"a": (1, 7, 0, 0), "b": (2, 7, 1, 2), "c": (2, 7, 1, 0)}
+    for path, casts in wanted.items():
+        np.testing.assert_allclose(found[path], [casts] * 3)
+    run.observe_step.assert_called_once_with(
+        Capture(recipes=(ROWWISE, RECIPE), max_rows=looks.MAX_ROWS, copies=6)
     )

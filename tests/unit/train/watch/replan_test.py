@@ -221,13 +221,18 @@ def test_one_review_follows_the_looks_and_then_the_live_errors(run, by_row):
 
 def test_sites_enter_fp8_if_the_rest_of_the_run_gains_more_than_it_costs(run):
     short, said = dataclasses.replace(run, total_steps=1_000_080), []
-    assert reviewed(short, seen(**GOOD), progress_of(), said) is None
+    # Steps of the plan that was hoped for are compiled, and those of another are not.
+    assert reviewed(short, seen(**GOOD), progress_of(), said) is not None
+    unforeseen = dataclasses.replace(short, hoped_plan=None)
+    assert reviewed(unforeseen, seen(**GOOD), progress_of(), said) is None
     assert said == [
         "step 80: FP8 may save 2 s of the rest of the run, and entering it takes some "
-        "10 s, so that it is not entered."
+        "1 s.",
+        "step 80: FP8 may save 2 s of the rest of the run, and entering it takes some "
+        "8 s, so that it is not entered.",
     ]
     assert reviewed(run, seen(**GOOD), progress_of(), said) is not None
-    assert said[1].startswith("step 80: FP8 may save 2,000 s of the rest of the run")
+    assert said[2].startswith("step 80: FP8 may save 2,000 s of the rest of the run")
 
 
 def test_live_errors_are_kept_for_the_next_run_of_the_same(run, monkeypatch):
@@ -245,7 +250,7 @@ def test_live_errors_are_kept_for_the_next_run_of_the_same(run, monkeypatch):
     sites = run.list_sites(DispatchPlan())
     chosen = planning.choose_plan(config, sites, 20, source=run.source)
     assert [dict(chosen.plan.choices)[path] for path in SITES] == [ROW] * 2
-    assert chosen.observed_from == 0
+    assert chosen.observed == (0, ("fp8_rowwise",))
     # Another run's, of other sizes, forged for another device, torn.
     assert learned.kept_errors("another", run.sites) == {}
     smaller = [with_rows(site, 0.5) for site in run.sites]

@@ -1,0 +1,47 @@
+"""Compiles what a run may need next, in a thread, while it trains on one device.
+
+    probe      what Probe learns of the sites, before its first step
+    hoped      the steps of the plan that the first review is to choose
+
+One after another, as Python traces them, which slows the loop's own steps. The loop
+waits for a program that it needs before the thread has it.
+"""
+
+import threading
+from collections.abc import Callable
+
+import jax
+
+from loka_jax.data import Batch
+from loka_jax.train.build import Run
+from loka_jax.train.state import TrainState
+
+
+def compile_ahead(run: Run, state: TrainState, batch: Batch) -> None:
+    """Begins with it, if Probe begins later; of the arrays only types are read."""
+    config, probe = run.config, run.config.probe.first()
+    # Batches of an event log are of several sizes.
+    if probe is None or run.placement.size > 1 or config.data.is_log:
+        return
+    jobs = [run.probe_step(probe).ahead(state, batch)]
+    if run.hoped is not None:
+        jobs += _steps(run.hoped, batch)
+
+    def work():
+        for job in jobs:
+            job()
+
+    threading.Thread(target=work, daemon=True).start()
+
+
+def _steps(run: Run, batch: Batch) -> list[Callable[[], None]]:
+    """Returns the jobs that compile the steps of a run: the first, and later ones."""
+    state, several = jax.eval_shape(run.init), run.config.loop.steps_per_call
+    wanted = [(False, 1)] if run.planned.is_delayed else []
+    wanted += [(run.planned.is_delayed, steps) for steps in sorted({1, several})]
+    return [
+        run.train_step(scales_initialized=is_later, steps=steps).ahead(
+            state, *[batch] * steps
+        )
+        for is_later, steps in wanted
+    ]

@@ -1,0 +1,85 @@
+"""What a thread compiles while a run trains."""
+
+import dataclasses
+import threading
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from loka_jax.measure.compiling import Ahead
+from loka_jax.train import ahead
+from tests.support import train as support
+
+
+def test_what_a_thread_has_compiled_is_not_compiled_again():
+    compiled, function = [], jax.jit(lambda x, y: x * y, donate_argnums=0)
+
+    def count(event, duration_secs, **names):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(threading.current_thread())
+
+    program = Ahead(function)
+    x, y = jnp.arange(3.0), jnp.full(3, 2.0)
+    thread = threading.Thread(target=program.ahead(x, y))
+    jax.monitoring.register_event_duration_secs_listener(count)
+    thread.start()
+    thread.join()
+    assert not program.has_run
+    assert program(x, y).tolist() == [0, 2, 4] and program.has_run
+    assert program(jnp.ones(3), y).tolist() == [2, 2, 2]
+    jax.monitoring.unregister_event_duration_listener(count)
+    assert compiled.count(thread) == 1
+    assert x.is_deleted()  # it was donated as by the function itself
+
+
+def test_the_first_call_raises_what_the_compiler_has_met():
+    program = Ahead(jax.jit(lambda x: x @ x))
+    program.ahead(jnp.ones(3), jnp.ones(2))()  # too many arguments
+    with pytest.raises(TypeError):
+        program(jnp.ones(3))
+
+
+class _Hoped:
+    """A run under the hoped plan, which lists the jobs that are done."""
+
+    def __init__(self, done, *, is_delayed):
+        self.planned, self._done = mock.Mock(is_delayed=is_delayed), done
+
+    def init(self):
+        return {"scales": jnp.ones(2)}
+
+    def train_step(self, *, scales_initialized, steps):
+        def job(state, *batches):
+            assert state["scales"].shape == (2,) and len(batches) == steps
+            return lambda: self._done.append((scales_initialized, steps))
+
+        return mock.Mock(ahead=job)
+
+
+@pytest.mark.parametrize("is_delayed", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_probe_comes_before_the_steps_of_the_hoped_plan(monkeypatch, count, is_delayed):
+    done = []
+    begin = lambda target, daemon: mock.Mock(start=target)  # noqa: E731
+    monkeypatch.setattr(ahead.threading, "Thread", begin)
+    config = support.config(steps_per_call=count).observed(64, ("fp8_rowwise",))
+    run = mock.Mock(config=config, hoped=_Hoped(done, is_delayed=is_delayed))
+    run.placement.size, run.hoped.config = 1, config
+    run.probe_step.return_value.ahead = lambda *given: lambda: done.append(given)
+    ahead.compile_ahead(run, "state", "batch")
+    first = [(False, 1)] if is_delayed else []
+    later = [(is_delayed, steps) for steps in sorted({1, count})]
+    assert done == [("state", "batch"), *first, *later]
+    run.probe_step.assert_called_once_with(config.probe.first())
+
+
+@pytest.mark.parametrize("devices, begin", [(2, 64), (1, None)])
+def test_nothing_is_compiled_ahead_over_a_mesh_or_without_probe(devices, begin):
+    config = support.config()
+    probe = dataclasses.replace(config.probe, begin=begin)
+    run = mock.Mock(config=dataclasses.replace(config, probe=probe))
+    run.placement.size = devices
+    ahead.compile_ahead(run, "state", "batch")
+    run.probe_step.assert_not_called()
