@@ -28,8 +28,8 @@ MISTAKES = [
     Mistake(
         "weights' covariances are learned in every observed step",
         f"{TRAIN}/loop_options.py",
-        "rarely = self.every * _COVARIANCES_EVERY",
-        "rarely = self.every",
+        "(every * _COVARIANCES_EVERY) == 0",
+        "every == 0",
         "unit/train/config_test.py",
     ),
     Mistake(
@@ -97,10 +97,31 @@ MISTAKES = [
     ),
     Mistake(
         "looks at a part of a batch see gradients of its own mean loss",
-        f"{TRAIN}/watch/looks.py",
-        "seen = observe(state, part, total_weight)",
-        "seen = observe(state, part, None)",
-        "unit/train/watch/looks_test.py",
+        f"{TRAIN}/build.py",
+        "return observe(state, batch, total_weight)",
+        "return observe(state, batch, None)",
+        "unit/train/build_test.py",
+    ),
+    Mistake(
+        "a function that a thread has compiled is compiled again",
+        "loka_jax/measure/compiling.py",
+        "self._function = self._compiling.result()",
+        "self._compiling.result()",
+        "unit/train/ahead_test.py",
+    ),
+    Mistake(
+        "the steps of the plan that a review chooses are compiled again",
+        f"{TRAIN}/build.py",
+        "            run.programs.update(self.hoped.programs)\n",
+        "            pass\n",
+        "unit/train/build_test.py",
+    ),
+    Mistake(
+        "a run observes whose FP8 must wait to be compiled as if it were",
+        f"{TRAIN}/planning.py",
+        "entering_after(begin, STEPS - steps)",
+        "entering_after(begin, 0)",
+        "unit/train/planning_test.py",
     ),
     Mistake(
         "an outlier is looked for in the batch after it",
