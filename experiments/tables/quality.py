@@ -113,7 +113,13 @@ QUALITY = {
         "DLRM-DCNv2, training = recml | training; "
         "DLRM-DCNv2, inference = recml | inference; "
         "five layers, training = five 3000 | training; "
-        "five layers, inference = five 3000 | inference",
+        "five layers, inference = five 3000 | inference; "
+        "five layers, 5,120 rows, training = five 5120 | training; "
+        "five layers, 5,120 rows, inference = five 5120 | inference; "
+        "two layers, training = tower | training; "
+        "two layers, inference = tower | inference; "
+        "two layers, `Sequential`, training = tower sequential | training; "
+        "two layers, `Sequential`, inference = tower sequential | inference",
         columns=numbers(
             "models.{0}.us.{1} $.us",
             "as written = written; converted, no option = default; "
