@@ -23,9 +23,9 @@ def keep() -> None:
     # An optional extra.
     from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]
 
-    make = triton_lib.compile_ttir_inplace
+    make = triton_lib.compile_ttir_to_ptx_inplace
     of = functools.partial(_kept, make, triton_lib.CompilationResult)
-    triton_lib.compile_ttir_inplace = of
+    triton_lib.compile_ttir_to_ptx_inplace = of
 
 
 def _kept(

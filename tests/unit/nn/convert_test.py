@@ -1,6 +1,7 @@
 """Flax models that nobody here wrote, run as sites by `nn.convert`."""
 
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -250,7 +251,8 @@ def test_sites_in_no_group_say_why():
     shapes = dict(wide=(32, 48), bias=(48,), head=(48, 1), mixed=(16, 24))
     shapes |= dict(experts=(2, 32, 16), alone=(32, 16))
     parameters = {name: jnp.ones(shape) for name, shape in shapes.items()}
-    sites = listed(nn.convert(function, recipe="bf16"), parameters, jnp.ones((64, 32)))
+    model: Any = function
+    sites = listed(nn.convert(model, recipe="bf16"), parameters, jnp.ones((64, 32)))
     reasons = {name: site.not_joined for name, site in sites.items()}
     assert sites["wide"].group is not None
     assert sites["experts"].why_not == "a batched product (2 of them)"

@@ -56,7 +56,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
 def test_jax_triton_has_what_is_kept():
     triton_lib = pytest.importorskip("jax_triton.triton_lib", exc_type=ImportError)
     kept.keep()
-    assert triton_lib.compile_ttir_inplace.func is kept._kept
+    assert triton_lib.compile_ttir_to_ptx_inplace.func is kept._kept
     assert all(kept._versions())
     names = {x.name for x in dataclasses.fields(triton_lib.CompilationResult)}
     assert {"binary", "name", "shared_mem_bytes"} <= names
