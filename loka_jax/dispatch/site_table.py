@@ -118,7 +118,8 @@ def _why(site: Site) -> tuple[str, ...]:
     """Returns what kept a site from FP8, from its group, and what from the site."""
     reasons = [site.why_not]
     if site.left is None and site.not_joined not in (None, site.why_not):
-        reasons.append(f"not in its group, as {site.not_joined}")
+        where = "in no group" if site.group is None else "not in its group"
+        reasons.append(f"{where}, as {site.not_joined}")
     if site.left is None and site.why_not_fused is not None:
         reasons.append(f"a product alone, as {site.why_not_fused}")
     return tuple(filter(None, reasons))

@@ -130,14 +130,28 @@ def _is_read_within(value: Value, steps: Collection[Step]) -> bool:
 
 
 def _may_be_in_group(product: Product) -> bool:
-    if product.left is not None or product.batch != 1:
-        return False
-    if product.spec.n < SIZE_MULTIPLE:  # a head
-        return False
+    return product.left is None and _why_in_none(product) is None
+
+
+def why_in_no_group(product: Product) -> str:
+    """Returns why a site is in no group."""
+    none = "no other product reads its result or its input, as far as groups reach"
+    return _why_in_none(product) or none
+
+
+def _why_in_none(product: Product) -> str | None:
+    m, _, n = sizes = product.spec.m, product.spec.k, product.spec.n
     (lhs, _), (batched, _) = product.dims
     ndim = len(product.data.shape)
-    is_last = tuple(lhs) == tuple(range(ndim - len(lhs), ndim))
-    return is_last and not batched and min(product.spec.m, product.spec.n) > 0
+    if batched or product.batch != 1:
+        return f"it is {product.batch} products at once"
+    if not m or not n:
+        return f"a size of {sizes} is 0"
+    if n < SIZE_MULTIPLE:
+        return f"n={n} is smaller than {SIZE_MULTIPLE}"
+    if tuple(lhs) != tuple(range(ndim - len(lhs), ndim)):
+        return "what it reads is not contracted over its last axis"
+    return None
 
 
 def _norms(program: Program, layers: list[Layer]) -> Iterator[Layer]:

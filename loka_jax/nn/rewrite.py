@@ -18,7 +18,7 @@ from loka_jax.nn.context import as_recipe, current
 from loka_jax.nn.dense import as_matrix, run_planned, with_state
 from loka_jax.nn.dense import product as dot
 from loka_jax.nn.explicit_axes import run_in_auto
-from loka_jax.nn.found_groups import Together, groups_of
+from loka_jax.nn.found_groups import Together, groups_of, why_in_no_group
 from loka_jax.nn.found_layers import Layer, Network
 from loka_jax.nn.found_pairs import FoundPairs
 from loka_jax.nn.group import (
@@ -263,10 +263,13 @@ class _Run:
         """Returns what is announced of a site besides its plan."""
         path = product.name
         chosen = self.rules.chosen.get(path)
+        group, reason = self.groups.get(path), self.apart.get(path)
+        if group is None and product.left is None:
+            reason = why_in_no_group(product)
         return dict(
             apart=product.apart,
-            group=self.groups.get(path),
-            not_joined=self.apart.get(path),
+            group=group,
+            not_joined=reason,
             default=None if chosen is None else chosen.reason,
         )
 

@@ -40,7 +40,8 @@ class Site:
         count: how often the site runs in a call of the model, in the steps of a scan
             or by a layer that is shared.
         group: the sites that it may run with as one operation; None for none.
-        not_joined: why it does not run with them; None where it does.
+        not_joined: why it does not run with them, or, of a site of `nn.convert`, why
+            there are none; None where it does.
         runs_by: the operation of ours that runs a product that is no dense layer's.
         default: why this runs where nobody chose a recipe; None where somebody did.
         share: of the forward pass's FLOPs of all listed products, from 0 to 1.

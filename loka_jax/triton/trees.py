@@ -108,6 +108,9 @@ def _generated(kernel: Any, source: str, inputs: int, outputs: int) -> Any:
     """Returns the kernel that takes arrays one by one, of the same name."""
     import triton  # an optional extra
 
+    from loka_jax.triton.kept import keep
+
+    keep()
     name = kernel.__name__
     parameters = [f"p{i}" for i in range(inputs)] + [f"o{i}" for i in range(outputs)]
     text = f"def {name}({', '.join(parameters)}):\n    body({source})\n"

@@ -1,6 +1,7 @@
 """Flax models that nobody here wrote, run as sites by `nn.convert`."""
 
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -10,6 +11,7 @@ import pytest
 from flax import linen, nnx
 
 from loka_jax import nn
+from loka_jax.dispatch.site_table import site_table
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
 from loka_jax.site import Choice
 from tests.support import stand_ins
@@ -237,6 +239,33 @@ def test_sites_tell_what_is_fused_and_why_not():
     sites = listed(*converted("block"))
     assert sites["attention/value"].why_not_fused.startswith("another product follows")
     assert sum(site.share for site in sites.values()) == pytest.approx(1)
+
+
+def test_sites_in_no_group_say_why():
+    def function(p, x):
+        wide = jnp.maximum(x @ p["wide"] + p["bias"], 0)
+        mixed = jnp.einsum("bkc,kn->bnc", x.reshape(4, 16, 32), p["mixed"])
+        experts = jnp.einsum("ebk,ekn->ebn", x.reshape(2, 32, 32), p["experts"])
+        return wide @ p["head"], mixed, experts, jnp.cos(x) @ p["alone"]
+
+    shapes = dict(wide=(32, 48), bias=(48,), head=(48, 1), mixed=(16, 24))
+    shapes |= dict(experts=(2, 32, 16), alone=(32, 16))
+    parameters = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    model: Any = function
+    sites = listed(nn.convert(model, recipe="bf16"), parameters, jnp.ones((64, 32)))
+    reasons = {name: site.not_joined for name, site in sites.items()}
+    assert sites["wide"].group is not None
+    assert sites["experts"].why_not == "a batched product (2 of them)"
+    assert reasons == dict(
+        wide="none of its layers is 1,024 wide",
+        head="n=1 is smaller than 16",
+        mixed="what it reads is not contracted over its last axis",
+        experts=None,
+        alone="no other product reads its result or its input, as far as groups reach",
+    )
+    table = site_table([*sites.values()])
+    assert "in no group, as n=1 is smaller than 16." in table
+    assert "not in its group, as none of its layers is 1,024 wide." in table
 
 
 # The library's tools.
