@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from loka_jax.jagged import Rule
 from loka_jax.measure.check_families import BF16, Case, normal
 from loka_jax.ops import fm_lcb as fm_lcb_ops
 from loka_jax.ops.jagged_attention import BY_XLA, AttentionPlan, jagged_attention
@@ -37,21 +38,11 @@ def _both_ways(plan: AttentionPlan, operands, dtype) -> tuple[Any, ...]:
     """Returns the output and the gradients of q, k and v."""
     *rows, offsets, num_contextual, num_candidates = operands
     q, k, v, gradient = (x.astype(dtype) for x in rows)
+    rule = Rule(num_contextual, num_candidates, window=200, oldest=7)
+    how: dict[str, Any] = dict(scale=q.shape[-1] ** -0.5, max_length=_LONGEST)
 
     def attention(q, k, v):
-        return jagged_attention(
-            q,
-            k,
-            v,
-            offsets,
-            num_contextual=num_contextual,
-            num_candidates=num_candidates,
-            window=200,
-            oldest=7,
-            scale=q.shape[-1] ** -0.5,
-            max_length=_LONGEST,
-            plan=plan,
-        )
+        return jagged_attention(q, k, v, offsets, rule=rule, plan=plan, **how)
 
     out, pull = jax.vjp(attention, q, k, v)
     return tuple(x.astype(BF16) for x in (out, *pull(gradient)))

@@ -71,10 +71,7 @@ def jagged_attention(
     v: Float[Array, "C heads d_v"],
     offsets: Int32[Array, " B_plus_1"],
     *,
-    num_contextual: Int32[Array, " B"] | None = None,
-    num_candidates: Int32[Array, " B"] | None = None,
-    window: int | None = None,
-    oldest: int = 0,
+    rule: Rule = jagged.CAUSAL,
     scale: float,
     max_length: int,
     plan: AttentionPlan = BY_XLA,
@@ -88,25 +85,16 @@ def jagged_attention(
     Args:
         offsets: sequence b has rows `offsets[b]` to `offsets[b + 1]`, maybe none;
             offsets beyond C are cut to it.
-        num_contextual: tokens at the start of each sequence that see its history, and
-            that all see; none by default.
-        num_candidates: tokens at its end that do not see each other; none by default.
-        window: rows that a row sees, itself included; all before it by default.
-        oldest: rows after the contextual ones that are seen whatever the window.
+        rule: who sees whom in a sequence; each row all before it by default.
         scale: factor of the scores, usually `d_qk ** -0.5`.
         max_length: N. It limits no length: longer sequences are right as well.
 
     Raises:
         ValueError: if shapes do not match, or numbers are out of range.
     """
-    _check(q, k, v, offsets)
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: it must be at least 1, or None.")
-    if oldest < 0 or (oldest and window is None):
-        raise ValueError(f"oldest={oldest}: it must be at least 0, and has a window.")
+    _check(q, k, v, offsets, rule)
     if max_length < 1:
         raise ValueError(f"max_length={max_length}: it must be at least 1.")
-    rule = Rule(num_contextual, num_candidates, window, oldest)
     visible = jagged.visibility(offsets, len(q), rule)
     static = _Static(scale, max_length, plan)
     q, k, v, *leaves = equally_varying(q, k, v, *jax.tree.leaves(visible))
@@ -114,7 +102,7 @@ def jagged_attention(
     return _attention(static, q, k, v, visible)
 
 
-def _check(q, k, v, offsets) -> None:
+def _check(q, k, v, offsets, rule: Rule) -> None:
     if q.shape != k.shape or v.shape[:-1] != q.shape[:-1] or q.ndim != 3:
         raise ValueError(
             f"q {q.shape}, k {k.shape} and v {v.shape} must be [C, heads, d_qk], the "
@@ -122,6 +110,11 @@ def _check(q, k, v, offsets) -> None:
         )
     if offsets.ndim != 1 or len(offsets) < 2:
         raise ValueError(f"offsets {offsets.shape} must be [B + 1], of a sequence.")
+    window, oldest = rule.window, rule.oldest
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: it must be at least 1, or None.")
+    if oldest < 0 or (oldest and window is None):
+        raise ValueError(f"oldest={oldest}: it must be at least 0, and has a window.")
 
 
 class _Static(NamedTuple):

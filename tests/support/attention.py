@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from loka_jax.jagged import Rule
 from tests.support import normal, sum_error
 
 
@@ -30,13 +31,10 @@ class Case(NamedTuple):
 
     @property
     def rule(self):
-        """Arguments of `jagged_attention`."""
-        counts = dict(num_contextual=self.contextual, num_candidates=self.candidates)
-        arrays = {
-            k: None if x is None else jnp.asarray(x, jnp.int32)
-            for k, x in counts.items()
-        }
-        return arrays | dict(window=self.window, oldest=self.oldest)
+        """Who sees whom."""
+        count = lambda x: None if x is None else jnp.asarray(x, jnp.int32)  # noqa: E731
+        counts = count(self.contextual), count(self.candidates)
+        return Rule(*counts, self.window, self.oldest)
 
 
 # Examples of no row, of one, across blocks; rows beyond them; none at all.

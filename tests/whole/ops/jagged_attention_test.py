@@ -8,6 +8,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
+from loka_jax.jagged import Rule
 from loka_jax.ops.jagged_attention import jagged_attention
 from tests.support import attention
 from tests.support.attention import CASES, Case
@@ -21,7 +22,7 @@ def both_ways(case, operands, **how):
     @jax.jit
     def run(q, k, v, gradient):
         f = functools.partial(
-            jagged_attention, offsets=jnp.asarray(case.offsets), **case.rule, **how
+            jagged_attention, offsets=jnp.asarray(case.offsets), rule=case.rule, **how
         )
         out, pull = jax.vjp(f, q, k, v)
         return out, *pull(gradient)
@@ -74,8 +75,8 @@ def test_two_runs_agree_bit_by_bit():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(window=0), "window=0"),
-        (dict(oldest=3), "oldest=3"),
+        (dict(rule=Rule(window=0)), "window=0"),
+        (dict(rule=Rule(oldest=3)), "oldest=3"),
         (dict(max_length=0), "max_length=0"),
         (dict(offsets=jnp.zeros(1, jnp.int32)), "offsets"),
         (dict(v=jnp.zeros((8, 1, 4))), "v"),

@@ -29,7 +29,7 @@ def both_ways(case, operands, interpret):
     """Returns the output and the gradients of q, k and v by the kernels."""
     plan = AttentionPlan(None, interpret)
     attend = functools.partial(
-        jagged_attention, offsets=jnp.asarray(case.offsets), plan=plan, **case.rule
+        jagged_attention, offsets=jnp.asarray(case.offsets), plan=plan, rule=case.rule
     )
     out, pull = jax.vjp(functools.partial(attend, **HOW), *operands[:3])
     found = out, *pull(operands[3])
@@ -70,9 +70,7 @@ def test_output_and_gradients_are_those_of_the_equation(name, size, interpret):
 def test_all_configs_are_right(config, interpret):
     case = Case((130, 0, 61), 65, (2, 0, 1), (3, 0, 9))
     q, k, v, gradient = operands = attention.operands_of(256, 1, 64, jnp.bfloat16)
-    visible = jagged.visibility(
-        jnp.asarray(case.offsets), 256, Rule(*list(case.rule.values())[:2])
-    )
+    visible = jagged.visibility(jnp.asarray(case.offsets), 256, case.rule)
     run = functools.partial(
         support.interpreted(attend, interpret), config=config, visible=visible, **HOW
     )
