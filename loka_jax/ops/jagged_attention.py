@@ -5,6 +5,11 @@
 over the rows j that row i sees, see `jagged`: no softmax, N a constant. (Zhai et al.,
 "Actions Speak Louder than Words", arXiv 2402.17152, section 3.2.)
 
+In FP8 the forward pass rounds q, k, v and silu of the scores to E4M3 as they are, which
+keeps all of its bits from 2^-6 to 448: q, k and v are products of normed rows, and a
+scale of their own would take another pass over them. The backward pass takes q, k and v
+in bfloat16.
+
 Neither pass stores scores: the backward pass computes them again. It is two passes of
 its own, one for each direction of the scores, which sum in a fixed order: results do
 not differ between runs.
@@ -18,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from loka_jax import checked, jagged
+from loka_jax import checked, fp8, jagged
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Pass, Rule, Visibility
 from loka_jax.mapped import by_kernel, equally_varying
 from loka_jax.ops.device import Device
@@ -31,10 +36,12 @@ class AttentionPlan(NamedTuple):
 
     Attributes:
         why_xla: why XLA runs it; None for kernels.
+        is_fp8: whether the forward pass is in FP8.
     """
 
     why_xla: str | None
     interpret: Any = None
+    is_fp8: bool = False
 
     def why_not(self, role: Role) -> str | None:
         """Returns why XLA runs a role; None for a kernel."""
@@ -137,8 +144,11 @@ def _attend(static: _Static, kind: Pass, fixed, streamed, visible):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(static: _Static, q, k, v, visible: Visibility) -> Any:
+    dtype = v.dtype
+    if static.plan.is_fp8:
+        q, k, v = (fp8.saturate(x, fp8.E4M3) for x in (q, k, v))
     (out,) = _attend(static, FORWARD, (q,), (k, v), visible)
-    return out
+    return out.astype(dtype)
 
 
 def _attention_fwd(static: _Static, q, k, v, visible):

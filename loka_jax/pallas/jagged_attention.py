@@ -10,6 +10,11 @@ silu and its slope come from one tanh:
 
     silu(2 h) = h + h t        2 silu'(2 h) = (1 + t) (1 + h - h t)        t = tanh h
 
+In FP8, forward only, `wgmma` takes y by columns, and four columns of the weights from
+a thread, which has two of eight and two of the next eight of the scores. So x comes
+with its rows in another order within each 16 (`_interleaved`), and registers stay where
+they are.
+
 Blocks that all see need no mask. Tiles with the most work go first, and every other
 round in reverse, so that all CTAs end together. Each result is written once: there are
 no atomics, and launches agree bit by bit.
@@ -19,12 +24,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16
+from jaxtyping import Array, BFloat16, Float
 
 from loka_jax import jagged
+from loka_jax.fp8 import E4M3
 from loka_jax.jagged import Pass, Spans, Visibility
 from loka_jax.pallas import tiles
 from loka_jax.pallas.dense_norm_tile import wait_if
@@ -49,8 +57,8 @@ _MAX_SIZE_OF_BOTH = 128  # of a head: more accumulators do not fit the registers
 
 def attend(
     kind: Pass,
-    fixed: tuple[BFloat16[Array, "C h d"], ...],
-    streamed: tuple[BFloat16[Array, "C h d"], ...],
+    fixed: tuple[Float[Array, "C h d"], ...],
+    streamed: tuple[Float[Array, "C h d"], ...],
     visible: Visibility,
     *,
     scale: float,
@@ -60,7 +68,8 @@ def attend(
 ) -> tuple[BFloat16[Array, "C h d"], ...]:
     """Returns the wanted ones of slopes and values.
 
-    Sums are float32; silu(S) and its slope times `b y^T` are rounded to bfloat16.
+    Sums are float32; silu(S) and its slope times `b y^T` are rounded to the dtype of
+    the rows, bfloat16, or E4M3 in the forward pass.
 
     Args:
         fixed: a, and b where slopes are wanted.
@@ -69,10 +78,10 @@ def attend(
     Raises:
         ValueError: if heads are not served (see `why_not`), or the config does not fit.
     """
-    assert {z.dtype for z in (*fixed, *streamed)} == {jnp.dtype(BF16)}
+    (dtype,) = {z.dtype for z in (*fixed, *streamed)}
     rows, heads, size = fixed[0].shape
-    value_size = streamed[1].shape[-1]
-    reason = why_not(Problem(heads=heads, size=size, value_size=value_size))
+    sizes = dict(heads=heads, size=size, value_size=streamed[1].shape[-1])
+    reason = why_not(Problem(**sizes, dtype=dtype))
     if reason is not None:
         raise ValueError(f"pallas jagged_attention does not serve {reason}.")
     if kind.has_slopes and kind.has_values and size > _MAX_SIZE_OF_BOTH:
@@ -81,9 +90,9 @@ def attend(
         how |= dict(config=config, interpret=interpret)
         slopes = attend(kind._replace(has_values=False), fixed, *rest, **how)
         return slopes + attend(kind._replace(has_slopes=False), fixed[:1], *rest, **how)
-    config, is_interpreted = config or best_config(kind, size), interpret is not None
+    config, is_interpreted = config or best_config(kind, size, dtype), bool(interpret)
     sizes = rows, heads, size, scale, max_length
-    layout = LaunchLayout(kind, *sizes, config, is_interpreted)
+    layout = LaunchLayout(kind, *sizes, config, is_interpreted, dtype)
     reason = misfit(layout)
     if reason is not None:
         raise ValueError(f"{layout.config} does not fit: {reason}.")
@@ -97,6 +106,9 @@ def _launch(layout: LaunchLayout, inputs, interpret):
     if pad := layout.padded_rows - layout.rows:
         rows = [jnp.pad(z, ((0, pad), (0, 0), (0, 0))) for z in rows]
         visible = jagged.padded(visible, layout.padded_rows)
+    if layout.is_fp8:
+        a, x, y = rows
+        rows = [a, _interleaved(x), y.transpose((1, 2, 0))]
     out = plgpu.kernel(
         _Kernel(layout).body,
         out_type=layout.results(),
@@ -109,6 +121,18 @@ def _launch(layout: LaunchLayout, inputs, interpret):
         interpret=interpret,
     )(*rows, _tasks(layout, visible), *jax.tree.leaves(visible._replace(seen_by=())))
     return tuple(z[: layout.rows] for z in out)
+
+
+def _interleaved(x: Array, axis: int = 0, sizes: tuple[int, ...] = (4, 2, 2)) -> Array:
+    """Returns x with what a thread has of the scores of 16 rows in one place.
+
+    Row `8 b + 2 t + i` of the result is row `4 t + 2 b + i` of x.
+
+    Args:
+        sizes: of t, b and i; (2, 4, 2) for the inverse.
+    """
+    parts = x.reshape(*x.shape[:axis], -1, *sizes, *x.shape[axis + 1 :])
+    return parts.swapaxes(axis + 1, axis + 2).reshape(x.shape)
 
 
 def _tasks(layout: LaunchLayout, visible: Visibility):
@@ -222,7 +246,9 @@ class _Kernel:
                 for source, buffer, full, empty, stages in rings:
                     slot = lax.rem(count + step, stages)
                     wait_if(count + step >= stages, empty.at[slot])
-                    part = source.at[rows, task.head]
+                    is_turned = self.layout.is_fp8 and source is y
+                    turned = task.head, slice(None), rows
+                    part = source.at[turned if is_turned else (rows, task.head)]
                     plgpu.copy_gmem_to_smem(part, buffer.at[slot], full.at[slot])
 
         rounds, count = self._each_task(tasks, load)
@@ -277,6 +303,8 @@ class _Worker:
         totals = pl.run_scoped(accumulate, *sums)
         # The fixed rows have been read: results leave by way of their memory.
         buffers = self._fixed(own)[: len(results)]
+        if refs.out is not None:
+            buffers = [refs.out.at[self.warpgroup]]
         for total, factor, buffer in zip(totals, results, buffers, strict=True):
             buffer[...] = (total * factor).astype(BF16)
         plgpu.commit_smem()
@@ -304,13 +332,14 @@ class _Worker:
             plgpu.barrier_arrive(refs.x_empty.at[slots[0]])
         if not kind.has_values:
             plgpu.barrier_arrive(refs.y_empty.at[slots[1]])
-        weights = self._masked(task, task.block(step), rows, self._weights(*products))
+        weights = self._seen(task, task.block(step), rows, self._weights(*products))
         if self.layout.takes_turns:
             plgpu.barrier_arrive(refs.turn)
         if not kind.has_slopes:
             plgpu.barrier_wait(refs.y_full.at[slots[1]])
         if self.layout.takes_turns:
             plgpu.barrier_wait(refs.turn)
+        y = y.transpose((1, 0)) if self.layout.is_fp8 else y
         streamed = [x] * kind.has_slopes + [y] * kind.has_values
         for total, weight, operand in zip(sums, weights, streamed, strict=True):
             plgpu.wgmma(total, self._operand(weight), operand)
@@ -349,16 +378,22 @@ class _Worker:
             weights.append(by_value * (rise + rise * (h - h * t)))
         if self.kind.has_values:
             weights.append(h + h * t)
-        return [weight.astype(BF16) for weight in weights]
+        return weights
 
-    def _masked(self, task: _Task, block, rows, weights):
-        """Returns weights that are 0 where a query does not see a key."""
+    def _seen(self, task: _Task, block, rows, weights):
+        """Returns operands of the sums: 0 where a query does not see a key."""
 
         def masked(*weights):
             mask = self._mask(block, *rows)
-            return [jnp.where(mask, weight, BF16(0)) for weight in weights]
+            return [jnp.where(mask, w, w.dtype.type(0)) for w in weights]
 
-        return lax.cond(task.is_full(block), lambda *x: list(x), masked, *weights)
+        def seen(weights):
+            own = lambda *x: list(x)  # noqa: E731
+            return lax.cond(task.is_full(block), own, masked, *weights)
+
+        if self.layout.is_fp8:  # no mask is of 8 bits; a GPU's cast saturates
+            return [weight.astype(E4M3) for weight in seen(weights)]
+        return seen([weight.astype(BF16) for weight in weights])
 
     def _mask(self, block, row, limits):
         """Returns which query sees which key."""
@@ -372,7 +407,10 @@ class _Worker:
             limits = self._limits(start, size, tiles.PER_COLUMN)
             spread = lambda z: tiles.per_column(z, ROWS)  # noqa: E731
         else:
-            keys = iota(1) + start
+            keys = iota(1)
+            if self.layout.is_fp8:  # the place of a row in `_interleaved`
+                keys = (keys & ~14) | ((keys & 6) << 1) | ((keys & 8) >> 2)
+            keys += start
             spread = lambda z: tiles.per_row(z, size)  # noqa: E731
         return jagged.is_visible(jax.tree.map(spread, limits), keys)
 
@@ -390,9 +428,35 @@ class _Worker:
 
     def _operand(self, weight):
         """Returns the operand of a product; the interpreter needs it in memory."""
+        is_fp8 = self.layout.is_fp8
         if self.refs.weights is None:
-            return weight
+            return _as_operand(weight) if is_fp8 else weight
+        if is_fp8:
+            weight = _interleaved(weight, 1, (2, 4, 2))
         memory = self.refs.weights.at[self.warpgroup]
         memory[...] = weight
         plgpu.commit_smem()
         return memory
+
+
+def _as_operand(weight: Array) -> Array:
+    """Returns a thread's registers of scores in FP8 as those of `wgmma`'s operand."""
+    layouts: Any = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_8BIT
+
+    @plgpu.inline_mgpu(
+        arg_types=layouts[:1],
+        return_type=plgpu.ShapeDtypeStruct(weight.shape, E4M3, layout=layouts[1]),
+    )
+    def relabeled(_, array):
+        layout = layouts[1].to_mgpu()
+        shape = layout.registers_shape(array.shape)
+        pairs = array.registers.reshape(shape[0], shape[1], 2, *shape[2:])
+        registers = np.empty(shape, object)
+        for place in np.ndindex(shape):
+            halves = [pairs[place[0], place[1], i, *place[2:]] for i in range(2)]
+            registers[place] = mgpu.utils.vector_concat(halves)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=layout, _is_signed=None
+        )
+
+    return relabeled(weight)
