@@ -131,6 +131,23 @@ def assert_exact(found, case, operands, *, scale, max_length):
         assert worst <= 0, (name, worst, np.argmax(difference - bound))
 
 
+def assert_exact_in_fp8(out, case, q, k, v, *, scale, max_length):
+    """Asserts that a result of operands in E4M3 is right, silu rounded likewise."""
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    how = dict(scale=scale, max_length=max_length)
+    (result, *_), (bound, *_) = exact(case, q, k, v, jnp.zeros_like(v), **how)
+    scores = scale * _scores(np.asarray(q, np.float64), np.asarray(k, np.float64))
+    steps = 2.0**-4 * abs(scores / (1 + np.exp(-scores))) + 2.0**-10
+    by_rounding = np.einsum(
+        "hij,jhd->ihd", mask_of(case) / max_length * steps, abs(np.asarray(v))
+    )
+    bound = bound + 1.01 * (2.0**-9 * (abs(result) + by_rounding) + by_rounding)
+    difference = abs(np.asarray(out, np.float64) - result)
+    assert np.max(difference - bound, initial=0) <= 0
+    # The bound is not so wide that it holds for anything.
+    assert np.linalg.norm(difference) <= 0.05 * np.linalg.norm(result)
+
+
 def _scores(a, b):
     return np.einsum("ihd,jhd->hij", a, b)
 

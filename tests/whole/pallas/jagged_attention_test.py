@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from loka_jax import jagged
+from loka_jax.fp8 import E4M3, saturate
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Rule
 from loka_jax.measure import families, family_pallas
 from loka_jax.ops.jagged_attention import AttentionPlan, jagged_attention
@@ -22,6 +23,7 @@ from tests.support.pallas import interpret
 
 __all__ = ["interpret"]
 
+BF16 = jnp.bfloat16
 HOW = dict(scale=0.3, max_length=50)
 
 
@@ -55,6 +57,28 @@ def test_output_and_gradients_are_those_of_the_equation(name, size, interpret):
     operands = attention.operands_of(case.num_rows, 2, size, jnp.bfloat16)
     found = both_ways(case, operands, interpret)
     attention.assert_exact(found, case, operands, **HOW)
+
+
+# Masks of all kinds, and spans of few and of many blocks.
+@pytest.mark.parametrize(
+    "name, size, config",
+    [
+        ("all", 64, None),
+        ("causal", 64, TuningConfig(1, 64, 2, 2, 3, takes_turns=False)),
+        ("one", 128, TuningConfig(2, 64, 1, 2, 2, overlaps=False)),
+        ("candidates", 128, None),
+        ("window", 256, None),
+    ],
+)
+def test_the_forward_pass_in_fp8_is_that_of_the_equation(name, size, config, interpret):
+    case = CASES[name]
+    *operands, _ = attention.operands_of(case.num_rows, 2, size, jnp.bfloat16)
+    q, k, v = (saturate(x, E4M3) for x in operands)
+    offsets = jnp.asarray(case.offsets)
+    visible = jagged.visibility(offsets, case.num_rows, case.rule)
+    run = support.interpreted(attend, interpret)
+    (out,) = run(FORWARD, (q,), (k, v), visible, config=config, **HOW)
+    attention.assert_exact_in_fp8(out, case, q, k, v, **HOW)
 
 
 # Rings that go round, blocks larger than tiles and the reverse, no turns, and products
@@ -98,9 +122,12 @@ def test_what_is_right_passes_the_check(interpret, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
-@pytest.mark.parametrize("kind", [FORWARD, BY_QUERY, BY_KEY])
-def test_the_search_space_lowers(size, kind):
-    rows = jax.ShapeDtypeStruct((999, 4, size), jnp.bfloat16)
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [(FORWARD, BF16), (BY_QUERY, BF16), (BY_KEY, BF16), (FORWARD, E4M3)],
+)
+def test_the_search_space_lowers(size, kind, dtype):
+    rows = jax.ShapeDtypeStruct((999, 4, size), dtype)
     counts = jax.ShapeDtypeStruct((8,), jnp.int32)
     offsets = jax.ShapeDtypeStruct((9,), jnp.int32)
 
@@ -109,7 +136,7 @@ def test_the_search_space_lowers(size, kind):
         return attend(kind, fixed, streamed, visible, config=config, **HOW)
 
     fixed = (rows,) * (1 + kind.has_slopes)
-    for config in search_space(kind, size):
+    for config in search_space(kind, size, dtype):
         traced = jax.jit(functools.partial(run, config)).trace(
             fixed, (rows, rows), offsets, counts, counts
         )
