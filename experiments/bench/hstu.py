@@ -14,6 +14,9 @@ times forward. Every arm is compiled, timed and written by itself:
     ours bf16     our kernels in bfloat16
     ours fp8      the same in FP8, and others of `wide_models`
 
+"ours fp8 attention" has the forward pass of the attention in FP8, too; so has any other
+arm with that word.
+
 Without a GPU times are wall clock: `--cases small`.
 """
 
@@ -69,7 +72,12 @@ class Arguments(results.Options):
     """
 
     cases: tuple[str, ...] = ("m", "s")
-    arms: tuple[str, ...] = ("ours bf16", "dense bf16", "ours fp8", "xla bf16")
+    arms: tuple[str, ...] = (
+        "ours bf16",
+        "dense bf16",
+        "ours fp8",
+        "ours fp8 attention",
+    )
     recipe: str = "fp8_tensorwise_delayed"
     kinds: tuple[Literal["training", "inference"], ...] = ("training",)
     calls: int = 5
@@ -182,6 +190,8 @@ def measure(case: Case, arm: str, kind: str, arguments: Arguments) -> dict[str, 
 
 def _planned(model: Sequences, arm: str, recipe: str, sets, few):
     """Returns the model of an arm, its variables and its inputs."""
+    if arm != (arm := arm.removesuffix(" attention")):
+        model = model.clone(fp8_attention=True)
     if arm.startswith("dense"):
         arm, model = arm.replace("dense", "xla"), model.clone(is_dense=True)
     planned = wide_models.arm_of(model, arm, recipe, sets[0])

@@ -199,7 +199,7 @@ def measure(case: Case, arguments: Arguments) -> Iterator[tuple[str, dict[str, A
         for work, run in _whole(case, offsets, by_kernels).items():
             wanted = references[:1] if work == "forward" else references
             forms[f"pallas {work}"] = Form(run, operands, work, tuple(wanted))
-        in_fp8 = _whole(case, offsets, by_kernels._replace(is_fp8=True))["forward"]
+        in_fp8 = _whole(case, offsets, by_kernels._replace(why_not_fp8=None))["forward"]
         form = Form(in_fp8, operands, "forward", (references[0],))
         forms["pallas fp8 forward"] = form._replace(least_db=_LEAST_CAST_DB)
         forms |= _fp8_pass(case, offsets, operands, arguments.tune)

@@ -32,18 +32,20 @@ def jagged_attention(
     rule: Rule = jagged.CAUSAL,
     scale: float,
     max_length: int,
+    is_fp8: bool = False,
     implementation: Literal["xla"] | None = None,
 ) -> Float[Array, "C h d_v"]:
     """Returns `ops.jagged_attention` by kernels where they serve it, and else by XLA.
 
     Args:
+        is_fp8: the forward pass is in FP8, E4M3 without scales.
         implementation: "xla" for XLA everywhere.
 
     Raises:
         ValueError: as of `ops.jagged_attention`.
     """
     how: dict[str, Any] = dict(rule=rule, scale=scale, max_length=max_length)
-    plan = _plan(q, v, implementation)
+    plan = _plan(q, v, implementation, is_fp8)
     return ops.jagged_attention(q, k, v, offsets, plan=plan, **how)
 
 
@@ -66,13 +68,14 @@ def newest_rows(
 
 
 def _plan(
-    q: Array, v: Array, implementation: Literal["xla", "group"] | None
+    q: Array, v: Array, implementation: Literal["xla", "group"] | None, is_fp8: bool
 ) -> ops.AttentionPlan:
     """Returns what runs attention on the device that sites are planned for."""
     check_choice("implementation", implementation, ("xla", "group", None))
-    if implementation == "xla":
-        return ops.BY_XLA
-    return ops.plan_jagged_attention(q, v, current().device or local_device())
+    device = current().device or local_device()
+    plan = ops.plan_jagged_attention(q, v, device, is_fp8=is_fp8)
+    by_xla = plan._replace(why_xla=ops.BY_XLA.why_xla)
+    return by_xla if implementation == "xla" else plan
 
 
 class HstuLayer(linen.Module):
@@ -83,7 +86,8 @@ class HstuLayer(linen.Module):
         X'           = X + [U; A V; norm(A V) * U] W_o
 
     `uvqk` and `out` are sites, each a group with its norm or sum; the products `scores`
-    and `values` are within each sequence, and run in the compute dtype.
+    and `values` are within each sequence, and run in the compute dtype, or forward in
+    FP8.
 
     Attributes:
         num_heads: h.
@@ -91,6 +95,7 @@ class HstuLayer(linen.Module):
         v_dim: of a head, for U, V and A V.
         max_length: N, not less than the rows of the longest sequence.
         window: of rows seen; see `jagged.Rule`, also for `oldest`.
+        fp8_attention: the forward pass of the attention is in FP8.
         dropout_rate: of what `out` reads, in training.
         implementation: "xla" for XLA everywhere, "group" for groups of the products.
 
@@ -104,6 +109,7 @@ class HstuLayer(linen.Module):
     max_length: int
     window: int | None = None
     oldest: int = 0
+    fp8_attention: bool = False
     dropout_rate: float = 0.0
     recipe: str | Recipe = "fp8_tensorwise"
     use_bias: bool = True
@@ -148,7 +154,7 @@ class HstuLayer(linen.Module):
     ) -> Float[Array, "C h d_v"]:
         """Returns the attention, and announces its products."""
         count, length = len(q), self.max_length
-        plan = _plan(q, v, self.implementation)
+        plan = _plan(q, v, self.implementation, self.fp8_attention)
         self._announce("scores", SiteSpec(m=count, k=self.qk_dim, n=length), plan)
         self._announce("values", SiteSpec(m=count, k=length, n=self.v_dim), plan)
         how: dict[str, Any] = dict(rule=rule, scale=self.qk_dim**-0.5, plan=plan)

@@ -36,12 +36,17 @@ class AttentionPlan(NamedTuple):
 
     Attributes:
         why_xla: why XLA runs it; None for kernels.
-        is_fp8: whether the forward pass is in FP8.
+        why_not_fp8: why the forward pass is in the dtype of the rows; None for FP8.
     """
 
     why_xla: str | None
     interpret: Any = None
-    is_fp8: bool = False
+    why_not_fp8: str | None = "its attention is not asked for in FP8"
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the forward pass is in FP8."""
+        return self.why_not_fp8 is None
 
     def why_not(self, role: Role) -> str | None:
         """Returns why XLA runs a role; None for a kernel."""
@@ -56,20 +61,28 @@ def plan_jagged_attention(
     q: jax.Array | jax.ShapeDtypeStruct,
     v: jax.Array | jax.ShapeDtypeStruct,
     device: Device,
+    *,
+    is_fp8: bool = False,
 ) -> AttentionPlan:
-    """Returns whether kernels run `jagged_attention` on a device."""
+    """Returns what runs `jagged_attention` on a device, forward in FP8 if asked for.
+
+    Kernels in FP8 that are wrong on this device leave it to those in bfloat16.
+    """
+    plan = BY_XLA._replace(why_not_fp8=None) if is_fp8 else BY_XLA
     reason = device.why_not_pallas
     if reason is None and {q.dtype, v.dtype} != {jnp.dtype(jnp.bfloat16)}:
         reason = f"q in {q.dtype} and v in {v.dtype}"
     if reason is not None:
-        return AttentionPlan(reason)
+        return plan._replace(why_xla=reason)
     # With Mosaic GPU, which a CPU has no use for.
     from loka_jax.pallas import jagged_attention as kernel
 
     _, heads, size = q.shape
     problem = kernel.Problem(heads=heads, size=size, value_size=v.shape[-1])
     reason = kernel.why_not(problem) or checked.why_wrong("jagged_attention")
-    return AttentionPlan(reason, device.interpret)
+    if is_fp8 and reason is None:
+        plan = plan._replace(why_not_fp8=checked.why_wrong("jagged_attention_fp8"))
+    return plan._replace(why_xla=reason, interpret=device.interpret)
 
 
 def jagged_attention(

@@ -459,4 +459,4 @@ def _as_operand(weight: Array) -> Array:
             _registers=registers, _layout=layout, _is_signed=None
         )
 
-    return relabeled(weight)
+    return relabeled(weight)  # pyright: ignore

@@ -15,6 +15,7 @@ from loka_jax.fp8 import E4M3, saturate
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Rule
 from loka_jax.measure import families, family_pallas
 from loka_jax.ops.jagged_attention import AttentionPlan, jagged_attention
+from loka_jax.pallas import jagged_attention as kernel
 from loka_jax.pallas.jagged_attention import TuningConfig, attend, search_space
 from tests.support import attention
 from tests.support import pallas as support
@@ -106,19 +107,38 @@ def test_all_configs_are_right(config, interpret):
     attention.assert_exact(found, case, operands, **HOW)
 
 
-def test_what_is_right_passes_the_check(interpret, monkeypatch):
-    plan = AttentionPlan(None, interpret)
-    monkeypatch.setattr(family_pallas, "AttentionPlan", lambda reason: plan)
+@pytest.fixture
+def small_check(interpret, monkeypatch):
+    """Returns the check of a family on one case, interpreted."""
+    plan_of = functools.partial(AttentionPlan, interpret=interpret)
+    monkeypatch.setattr(family_pallas, "AttentionPlan", plan_of)
     monkeypatch.setattr(family_pallas, "_EXAMPLES", 3)
     monkeypatch.setattr(family_pallas, "_LONGEST", 100)
-    cases = family_pallas.jagged_attentions()[:1]
-    monkeypatch.setitem(
-        families.FAMILIES,
-        "jagged_attention",
-        families.FAMILIES["jagged_attention"]._replace(cases=lambda: cases),
-    )
-    how = dict(compiled=lambda kernel: kernel, workers=1)
-    assert families.why_wrong("jagged_attention", **how) is None
+
+    def why_wrong(name):
+        family = families.FAMILIES[name]
+        cases = family.cases()[:1]
+        checked = family._replace(cases=lambda: cases)
+        monkeypatch.setitem(families.FAMILIES, name, checked)
+        how = dict(compiled=lambda kernel: kernel, workers=1)
+        return families.why_wrong(name, **how)
+
+    return why_wrong
+
+
+@pytest.mark.parametrize("name", ["jagged_attention", "jagged_attention_fp8"])
+def test_what_is_right_passes_the_check(name, small_check):
+    assert small_check(name) is None
+
+
+def test_keys_in_another_order_fail_the_check(small_check, monkeypatch):
+    kernel._launch.clear_cache()
+    rightly = kernel._interleaved
+    of_weights = lambda x, *rest: rightly(x, *rest) if rest else x  # noqa: E731
+    monkeypatch.setattr(kernel, "_interleaved", of_weights)
+    reason = small_check("jagged_attention_fp8")
+    kernel._launch.clear_cache()
+    assert reason is not None and "attention in FP8 of heads of 64" in reason
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
@@ -151,3 +171,17 @@ def test_a_thousand_launches_agree(size):
     operands = attention.operands_of(case.num_rows, 4, size, jnp.bfloat16)
     run = functools.partial(both_ways, case, interpret=None)
     support.assert_launches_repeat(lambda *x: run(x), *operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_a_thousand_launches_in_fp8_agree(size):
+    case = Case((777, 0, 333, 1000), 3)
+    *operands, _ = attention.operands_of(case.num_rows, 4, size, jnp.bfloat16)
+    plan = AttentionPlan(None, why_not_fp8=None)
+
+    def run(*x):
+        offsets = jnp.asarray(case.offsets)
+        return jagged_attention(*x, offsets, rule=case.rule, plan=plan, **HOW)
+
+    support.assert_launches_repeat(run, *operands)
