@@ -10,24 +10,20 @@ silu and its slope come from one tanh:
 
     silu(2 h) = h + h t        2 silu'(2 h) = (1 + t) (1 + h - h t)        t = tanh h
 
-In FP8, forward only, `wgmma` takes y by columns, and four columns of the weights from
-a thread, which has two of eight and two of the next eight of the scores. So x comes
-with its rows in another order within each 16 (`_interleaved`), and registers stay where
-they are.
+In FP8, forward only, x comes with its rows interleaved, see `interleaved`, and y by
+columns, as `wgmma` takes it.
 
 Blocks that all see need no mask. Tiles with the most work go first, and every other
 round in reverse, so that all CTAs end together. Each result is written once: there are
 no atomics, and launches agree bit by bit.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float
 
@@ -36,16 +32,23 @@ from loka_jax.fp8 import E4M3
 from loka_jax.jagged import Pass, Spans, Visibility
 from loka_jax.pallas import tiles
 from loka_jax.pallas.dense_norm_tile import wait_if
+from loka_jax.pallas.interleaved import (
+    as_operand,
+    columns_in_order,
+    interleave,
+    row_of,
+)
 from loka_jax.pallas.jagged_attention_layout import (
     BF16,
-    TASK,
     LaunchLayout,
     Problem,
     Scratch,
+    Task,
     TuningConfig,
     best_config,
     misfit,
     search_space,
+    task_table,
     why_not,
 )
 from loka_jax.pallas.tiles import ROWS
@@ -108,7 +111,8 @@ def _launch(layout: LaunchLayout, inputs, interpret):
         visible = jagged.padded(visible, layout.padded_rows)
     if layout.is_fp8:
         a, x, y = rows
-        rows = [a, _interleaved(x), y.transpose((1, 2, 0))]
+        rows = [a, interleave(x), y.transpose((1, 2, 0))]
+    limits = jax.tree.leaves(visible._replace(seen_by=()))
     out = plgpu.kernel(
         _Kernel(layout).body,
         out_type=layout.results(),
@@ -119,55 +123,8 @@ def _launch(layout: LaunchLayout, inputs, interpret):
         thread_name="warpgroup",
         compiler_params=tiles.compiler_params(),
         interpret=interpret,
-    )(*rows, _tasks(layout, visible), *jax.tree.leaves(visible._replace(seen_by=())))
+    )(*rows, task_table(layout, visible), *limits)
     return tuple(z[: layout.rows] for z in out)
-
-
-def _interleaved(x: Array, axis: int = 0, sizes: tuple[int, ...] = (4, 2, 2)) -> Array:
-    """Returns x with what a thread has of the scores of 16 rows in one place.
-
-    Row `8 b + 2 t + i` of the result is row `4 t + 2 b + i` of x.
-
-    Args:
-        sizes: of t, b and i; (2, 4, 2) for the inverse.
-    """
-    parts = x.reshape(*x.shape[:axis], -1, *sizes, *x.shape[axis + 1 :])
-    return parts.swapaxes(axis + 1, axis + 2).reshape(x.shape)
-
-
-def _tasks(layout: LaunchLayout, visible: Visibility):
-    """Returns the columns `TASK` of all tiles, those with the most work first."""
-    visits = jagged.blocks(
-        visible,
-        by_key=layout.kind.by_key,
-        fixed=layout.tile,
-        streamed=layout.config.block,
-    )
-    tile = jnp.arange(len(visits.count), dtype=jnp.int32)
-    order = jnp.argsort(-visits.count, stable=True)
-    return jnp.stack([tile, *visits], axis=1)[order]
-
-
-class _Task(NamedTuple):
-    """A tile of a head, and the blocks that it visits."""
-
-    head: Any
-    tile: Any
-    second: Any
-    second_count: Any
-    first: Any
-    count: Any
-    full_first: Any
-    full_last: Any
-
-    def block(self, step):
-        """Returns the block visited at a step."""
-        is_second = step < self.second_count
-        return step + jnp.where(is_second, self.second, self.first - self.second_count)
-
-    def is_full(self, block):
-        """Returns whether all see all of a block."""
-        return (block >= self.full_first) & (block < self.full_last)
 
 
 class _Kernel:
@@ -212,7 +169,7 @@ class _Kernel:
             item = round * ctas + position(round)
             heads = self.layout.heads
             row, head = lax.div(item, heads), lax.rem(item, heads)
-            task = _Task(head, *(tasks[row, i] for i in range(len(TASK))))
+            task = Task(head, *(tasks[row, i] for i in range(len(Task._fields) - 1)))
             do(task, round, count)
             return count + task.count
 
@@ -274,7 +231,7 @@ class _Worker:
             plgpu.barrier_arrive(self.refs.turn)
             plgpu.barrier_wait(self.refs.turn)
 
-    def compute(self, task: _Task, round, count):
+    def compute(self, task: Task, round, count):
         """Computes and stores a warpgroup's part of a task."""
         refs, warpgroups = self.refs, self.config.warpgroups
         stage = lax.rem(round, self.config.fixed_stages)
@@ -317,7 +274,7 @@ class _Worker:
         """Returns a warpgroup's fixed rows."""
         return [z.at[own] for z in (self.refs.a, self.refs.b) if z is not None]
 
-    def _step(self, task: _Task, step, count, fixed, rows, sums):
+    def _step(self, task: Task, step, count, fixed, rows, sums):
         """Adds a block's part to the sums."""
         refs, config, kind = self.refs, self.config, self.kind
         slots = lax.rem(count, config.x_stages), lax.rem(count, config.y_stages)
@@ -380,7 +337,7 @@ class _Worker:
             weights.append(h + h * t)
         return weights
 
-    def _seen(self, task: _Task, block, rows, weights):
+    def _seen(self, task: Task, block, rows, weights):
         """Returns operands of the sums: 0 where a query does not see a key."""
 
         def masked(*weights):
@@ -407,10 +364,7 @@ class _Worker:
             limits = self._limits(start, size, tiles.PER_COLUMN)
             spread = lambda z: tiles.per_column(z, ROWS)  # noqa: E731
         else:
-            keys = iota(1)
-            if self.layout.is_fp8:  # the place of a row in `_interleaved`
-                keys = (keys & ~14) | ((keys & 6) << 1) | ((keys & 8) >> 2)
-            keys += start
+            keys = (row_of(iota(1)) if self.layout.is_fp8 else iota(1)) + start
             spread = lambda z: tiles.per_row(z, size)  # noqa: E731
         return jagged.is_visible(jax.tree.map(spread, limits), keys)
 
@@ -428,35 +382,12 @@ class _Worker:
 
     def _operand(self, weight):
         """Returns the operand of a product; the interpreter needs it in memory."""
-        is_fp8 = self.layout.is_fp8
-        if self.refs.weights is None:
-            return _as_operand(weight) if is_fp8 else weight
-        if is_fp8:
-            weight = _interleaved(weight, 1, (2, 4, 2))
-        memory = self.refs.weights.at[self.warpgroup]
+        memory = self.refs.weights
+        if self.layout.is_fp8:
+            weight = (as_operand if memory is None else columns_in_order)(weight)
+        if memory is None:
+            return weight
+        memory = memory.at[self.warpgroup]
         memory[...] = weight
         plgpu.commit_smem()
         return memory
-
-
-def _as_operand(weight: Array) -> Array:
-    """Returns a thread's registers of scores in FP8 as those of `wgmma`'s operand."""
-    layouts: Any = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_8BIT
-
-    @plgpu.inline_mgpu(
-        arg_types=layouts[:1],
-        return_type=plgpu.ShapeDtypeStruct(weight.shape, E4M3, layout=layouts[1]),
-    )
-    def relabeled(_, array):
-        layout = layouts[1].to_mgpu()
-        shape = layout.registers_shape(array.shape)
-        pairs = array.registers.reshape(shape[0], shape[1], 2, *shape[2:])
-        registers = np.empty(shape, object)
-        for place in np.ndindex(shape):
-            halves = [pairs[place[0], place[1], i, *place[2:]] for i in range(2)]
-            registers[place] = mgpu.utils.vector_concat(halves)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=layout, _is_signed=None
-        )
-
-    return relabeled(weight)  # pyright: ignore

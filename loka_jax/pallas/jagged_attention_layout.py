@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from loka_jax import jagged
 from loka_jax.fp8 import E4M3
-from loka_jax.jagged import FORWARD, Blocks, Pass
+from loka_jax.jagged import FORWARD, Pass, Visibility
 from loka_jax.pallas import tiles
 from loka_jax.pallas.tiles import ROWS
 
 BF16 = jnp.bfloat16
 SIZES = (64, 128, 256)  # of heads
 _SPARE_REGISTERS = 40  # of a thread, besides accumulators
-TASK = ("tile", *Blocks._fields)  # the columns of what the kernel reads of a tile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,6 +177,41 @@ class LaunchLayout(NamedTuple):
         """Returns the types of the results."""
         shape = (self.padded_rows, self.heads, self.size)
         return [jax.ShapeDtypeStruct(shape, BF16) for _ in self.factors()]
+
+
+def task_table(layout: LaunchLayout, visible: Visibility) -> jax.Array:
+    """Returns what a `Task` has besides its head, of all tiles, the most work first."""
+    visits = jagged.blocks(
+        visible,
+        by_key=layout.kind.by_key,
+        fixed=layout.tile,
+        streamed=layout.config.block,
+    )
+    tile = jnp.arange(len(visits.count), dtype=jnp.int32)
+    order = jnp.argsort(-visits.count, stable=True)
+    return jnp.stack([tile, *visits], axis=1)[order]
+
+
+class Task(NamedTuple):
+    """A tile of a head, and the blocks that it visits."""
+
+    head: Any
+    tile: Any
+    second: Any
+    second_count: Any
+    first: Any
+    count: Any
+    full_first: Any
+    full_last: Any
+
+    def block(self, step):
+        """Returns the block visited at a step."""
+        is_second = step < self.second_count
+        return step + jnp.where(is_second, self.second, self.first - self.second_count)
+
+    def is_full(self, block):
+        """Returns whether all see all of a block."""
+        return (block >= self.full_first) & (block < self.full_last)
 
 
 def why_not(problem: Problem) -> str | None:

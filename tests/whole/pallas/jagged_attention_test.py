@@ -133,9 +133,7 @@ def test_what_is_right_passes_the_check(name, small_check):
 
 def test_keys_in_another_order_fail_the_check(small_check, monkeypatch):
     kernel._launch.clear_cache()
-    rightly = kernel._interleaved
-    of_weights = lambda x, *rest: rightly(x, *rest) if rest else x  # noqa: E731
-    monkeypatch.setattr(kernel, "_interleaved", of_weights)
+    monkeypatch.setattr(kernel, "interleave", lambda x: x)
     reason = small_check("jagged_attention_fp8")
     kernel._launch.clear_cache()
     assert reason is not None and "attention in FP8 of heads of 64" in reason
