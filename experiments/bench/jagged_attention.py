@@ -42,7 +42,7 @@ from loka_jax import fp8, jagged, quality
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Pass, Rule
 from loka_jax.measure.compiling import compile_all, leaves, untuned_here
 from loka_jax.measure.timing import Case as Timed
-from loka_jax.measure.timing import time_chains, time_kernels
+from loka_jax.measure.timing import profile_kernels, time_chains, time_kernels
 from loka_jax.ops import jagged_attention as ops
 from loka_jax.ops.device import local_device
 from loka_jax.terminal import one_line
@@ -278,7 +278,7 @@ def _fp8_pass(case: Case, offsets, operands, tune: bool) -> dict[str, Form]:
         attend = functools.partial(kernel.attend, config=config)
         return _pass(case, offsets, attend, FORWARD, q, k, v, None)
 
-    form = Form(run, own, "forward", tuple(wanted), False, _LEAST_FP8_DB)
+    form = Form(run, own, "forward", tuple(wanted), least_db=_LEAST_FP8_DB)
     configs = kernel.search_space(FORWARD, case.size, fp8.E4M3)
     return {
         f"pallas fp8 kernel {','.join(map(str, dataclasses.astuple(config)))}": (
@@ -315,6 +315,8 @@ def _timed(case: Case, form: Form, program: Any) -> dict[str, Any]:
         if form.wall:
             chain = lambda calls: [program(*arguments) for _ in range(calls)][-1]  # noqa: E731
             record["wall_us"] = time_chains({"": chain}, calls=10, rounds=3)[""].min_us
+            if (kernels := profile_kernels(chain)) is not None:
+                record["longest"] = kernels.longest[:6]
         return record
     except Exception as error:  # the next form may run
         return {"failed": one_line(error)}

@@ -152,6 +152,8 @@ class _Kernel:
             plgpu.set_max_registers(registers, action="increase")
             worker = _Worker(self.layout, refs, warpgroup, limits, out)
             self._each_task(tasks, worker.compute)
+            if refs.out is not None:
+                tiles.drain()
 
     def _each_task(self, tasks, do):
         """Calls `do(task, round, count)` for this CTA's tasks, count of blocks before.
@@ -255,20 +257,26 @@ class _Worker:
             pl.when(task.count > 0)(lambda: self._release(count + task.count - 1))
             return totals
 
-        results = self.layout.factors()
-        sums = [tiles.accumulator(ROWS, self.layout.size) for _ in results]
+        sums = [tiles.accumulator(ROWS, self.layout.size) for _ in self.out]
         totals = pl.run_scoped(accumulate, *sums)
-        # The fixed rows have been read: results leave by way of their memory.
-        buffers = self._fixed(own)[: len(results)]
+        place = pl.ds(row, ROWS), task.head
+        if refs.out is None:
+            # The fixed rows have been read: results leave by way of their memory.
+            self._store(totals, self._fixed(own)[: len(sums)], place)
+            tiles.drain()
+        plgpu.barrier_arrive(refs.fixed_empty.at[stage])
         if refs.out is not None:
-            buffers = [refs.out.at[self.warpgroup]]
-        for total, factor, buffer in zip(totals, results, buffers, strict=True):
+            tiles.drain()  # of the task before
+            self._store(totals, [refs.out.at[self.warpgroup]], place)
+
+    def _store(self, totals, buffers, place):
+        """Starts storing results, by way of buffers."""
+        factors = self.layout.factors()
+        for total, factor, buffer in zip(totals, factors, buffers, strict=True):
             buffer[...] = (total * factor).astype(BF16)
         plgpu.commit_smem()
         for buffer, out in zip(buffers, self.out, strict=True):
-            plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(row, ROWS), task.head])
-        tiles.drain()
-        plgpu.barrier_arrive(refs.fixed_empty.at[stage])
+            plgpu.copy_smem_to_gmem(buffer, out.at[place])
 
     def _fixed(self, own):
         """Returns a warpgroup's fixed rows."""
@@ -382,12 +390,10 @@ class _Worker:
 
     def _operand(self, weight):
         """Returns the operand of a product; the interpreter needs it in memory."""
-        memory = self.refs.weights
-        if self.layout.is_fp8:
-            weight = (as_operand if memory is None else columns_in_order)(weight)
-        if memory is None:
-            return weight
-        memory = memory.at[self.warpgroup]
+        if self.refs.weights is None:
+            return as_operand(weight) if self.layout.is_fp8 else weight
+        weight = columns_in_order(weight) if self.layout.is_fp8 else weight
+        memory = self.refs.weights.at[self.warpgroup]
         memory[...] = weight
         plgpu.commit_smem()
         return memory

@@ -251,7 +251,7 @@ def _least_stages(layout: LaunchLayout) -> int:
 def search_space(kind: Pass, size: int, dtype: Any = BF16) -> list[TuningConfig]:
     """Returns the configs worth trying, the default first."""
     shapes = [(2, 64), (2, 128)]
-    if size == 64:
+    if size == 64 or (size == 128 and dtype == E4M3):
         shapes += [(3, 64), (3, 128), (2, 256)]
     elif kind.has_slopes or (size > 128 and dtype == BF16):
         shapes = shapes[:1]
@@ -290,7 +290,7 @@ def best_config(kind: Pass, size: int, dtype: Any = BF16) -> TuningConfig:
     if dtype == E4M3:
         return {
             64: TuningConfig(2, 128, 2, 4, 4),
-            128: TuningConfig(2, 128, 1, 4, 4),
+            128: TuningConfig(2, 128, 2, 4, 4),
             256: TuningConfig(2, 128, 1, 2, 2),
         }[size]
     if not kind.has_slopes:
