@@ -42,6 +42,9 @@ class Rule(NamedTuple):
     oldest: int = 0
 
 
+CAUSAL = Rule()
+
+
 class Spans(NamedTuple):
     """For each row a span of rows, and a second one before it, each half open.
 

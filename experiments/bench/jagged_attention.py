@@ -10,6 +10,10 @@ of padded rows; cuDNN's causal softmax attention of padded rows is credited with
 same work. Ours are checked against XLA in float32. `--tune` times our passes one by one
 with all configs worth trying.
 
+In FP8 the forward pass is timed as a whole, casts included, and as a kernel alone, on
+operands that are in FP8: these are checked against float32 of the same operands, which
+leaves the rounding of silu of the scores.
+
 A case runs in a process of its own, for `case_s` at most: a kernel that fails or hangs
 takes the rest of its case along, not that of others. Forms are timed one after another,
 anchors first, and written at once. The default cases are HSTU M's.
@@ -34,11 +38,11 @@ import numpy as np
 import tyro
 
 from experiments.bench import result as results
-from loka_jax import jagged, quality
+from loka_jax import fp8, jagged, quality
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Pass, Rule
 from loka_jax.measure.compiling import compile_all, leaves, untuned_here
 from loka_jax.measure.timing import Case as Timed
-from loka_jax.measure.timing import time_chains, time_kernels
+from loka_jax.measure.timing import profile_kernels, time_chains, time_kernels
 from loka_jax.ops import jagged_attention as ops
 from loka_jax.ops.device import local_device
 from loka_jax.terminal import one_line
@@ -46,6 +50,8 @@ from loka_jax.xla import jagged_attention as xla
 
 # Least SQNR of our results: they, and what they are made of, are rounded to 2**-9.
 _LEAST_DB = 45.0
+# In FP8, of silu of the scores alone, and of q, k and v as well.
+_LEAST_FP8_DB, _LEAST_CAST_DB = 28.0, 21.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,6 +175,7 @@ class Form(NamedTuple):
         work: the key of `_WORK`.
         wanted: what its results are checked against; None for no check.
         wall: whether to time the wall clock, too.
+        least_db: the least SQNR of a right result.
     """
 
     run: Callable
@@ -176,6 +183,7 @@ class Form(NamedTuple):
     work: str
     wanted: tuple[jax.Array, ...] | None = None
     wall: bool = True
+    least_db: float = _LEAST_DB
 
 
 def measure(case: Case, arguments: Arguments) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -191,6 +199,10 @@ def measure(case: Case, arguments: Arguments) -> Iterator[tuple[str, dict[str, A
         for work, run in _whole(case, offsets, by_kernels).items():
             wanted = references[:1] if work == "forward" else references
             forms[f"pallas {work}"] = Form(run, operands, work, tuple(wanted))
+        in_fp8 = _whole(case, offsets, by_kernels._replace(why_not_fp8=None))["forward"]
+        form = Form(in_fp8, operands, "forward", (references[0],))
+        forms["pallas fp8 forward"] = form._replace(least_db=_LEAST_CAST_DB)
+        forms |= _fp8_pass(case, offsets, operands, arguments.tune)
         forms |= _each_pass(case, offsets, operands, references, arguments.tune)
     runs = {name: (form.run, form.operands) for name, form in forms.items()}
     for name, program in compile_all(runs).items():
@@ -212,14 +224,21 @@ def _anchors(case: Case, offsets, operands, has_cudnn: bool) -> dict[str, Form]:
 
 
 def speedups(forms: dict[str, Any]) -> dict[str, float]:
-    """Returns how many times as fast as each anchor our kernels are, by form."""
-    return {
+    """Returns how many times as fast as each anchor our kernels are, by form.
+
+    Of our kernel in bfloat16, how many times as fast that in FP8 is.
+    """
+    by_anchor = {
         name: record["us"] / forms[ours]["us"]
         for name, record in forms.items()
         if not name.startswith("pallas")
         and "us" in record
         and "us" in forms.get(ours := f"pallas {name.split()[-1]}", {})
     }
+    ours, other = (forms.get(f"pallas {x}", {}) for x in ("forward", "fp8 forward"))
+    if "us" in ours and "us" in other:
+        by_anchor["pallas forward by fp8"] = ours["us"] / other["us"]
+    return by_anchor
 
 
 def _each_pass(
@@ -247,6 +266,28 @@ def _each_pass(
     return forms
 
 
+def _fp8_pass(case: Case, offsets, operands, tune: bool) -> dict[str, Form]:
+    """Returns our forward pass of operands in FP8."""
+    from loka_jax.pallas import jagged_attention as kernel
+
+    own = tuple(fp8.saturate(x, fp8.E4M3) for x in operands[:3])
+    exact = _exactly(functools.partial(_pass, case, offsets, xla.attend, FORWARD))
+    wanted = exact(*own, operands[3])
+
+    def run(config, q, k, v):
+        attend = functools.partial(kernel.attend, config=config)
+        return _pass(case, offsets, attend, FORWARD, q, k, v, None)
+
+    form = Form(run, own, "forward", tuple(wanted), least_db=_LEAST_FP8_DB)
+    configs = kernel.search_space(FORWARD, case.size, fp8.E4M3)
+    return {
+        f"pallas fp8 kernel {','.join(map(str, dataclasses.astuple(config)))}": (
+            form._replace(run=functools.partial(run, config))
+        )
+        for config in (configs if tune else configs[:1])
+    }
+
+
 # Products of rows by rows in a pass, in units of the forward pass's two.
 _WORK = {"forward": 1, "both": 3.5, "dq": 1.5, "dk, dv": 2, "dk": 1.5, "dv": 1}
 
@@ -261,7 +302,7 @@ def _timed(case: Case, form: Form, program: Any) -> dict[str, Any]:
         record: dict[str, Any] = {}
         if form.wanted is not None:
             record["sqnr_db"] = _least_sqnr(form.wanted, found)
-            if not record["sqnr_db"] >= _LEAST_DB:
+            if not record["sqnr_db"] >= form.least_db:
                 return record | {"wrong": f"{record['sqnr_db']:.1f} dB"}
             again = program(*arguments)
             if not all(map(jnp.array_equal, found, again)):
@@ -274,6 +315,8 @@ def _timed(case: Case, form: Form, program: Any) -> dict[str, Any]:
         if form.wall:
             chain = lambda calls: [program(*arguments) for _ in range(calls)][-1]  # noqa: E731
             record["wall_us"] = time_chains({"": chain}, calls=10, rounds=3)[""].min_us
+            if (kernels := profile_kernels(chain)) is not None:
+                record["longest"] = kernels.longest[:6]
         return record
     except Exception as error:  # the next form may run
         return {"failed": one_line(error)}

@@ -52,7 +52,7 @@ from loka_jax.dispatch.first_use import as_if_accurate
 from loka_jax.dispatch.local import local_performance
 from loka_jax.dispatch.plan import make_plan
 from loka_jax.measure.compiling import NO_CAPTURE, Lowered, compile_lowered
-from loka_jax.measure.timing import profile_kernels
+from loka_jax.measure.timing import profile_kernels, time_chains
 from loka_jax.nn.group import WIDE
 from loka_jax.optim import OptimConfig, make_dense_optimizer
 from loka_jax.serving import fold
@@ -247,9 +247,12 @@ def _timed(program: Any, run: Callable[[int], Any], calls: int) -> dict[str, Any
     if profiles[0] is None:
         start = time.perf_counter()
         jax.block_until_ready(run(1))
-        return record | {"us": (time.perf_counter() - start) * 1e6, "kernels": None}
+        us = (time.perf_counter() - start) * 1e6
+        return record | {"us": us, "wall_us": us, "kernels": None, "longest": []}
+    wall = time_chains({"": run}, calls=4 * calls, rounds=3)[""]
     times = [profile.busy_us for profile in profiles if profile is not None]
     return record | {
+        "wall_us": wall.min_us,
         "us": statistics.median(times),
         "min_us": min(times),
         "max_us": max(times),

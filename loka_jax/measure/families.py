@@ -8,7 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from loka_jax.measure.check_families import Case, why_any_wrong
-from loka_jax.measure.family_pallas import fm_lcbs, fm_lcbs_backward, jagged_attentions
+from loka_jax.measure.family_pallas import (
+    fm_lcbs,
+    fm_lcbs_backward,
+    fp8_jagged_attentions,
+    jagged_attentions,
+)
 from loka_jax.measure.family_rows import (
     dot_features_cases,
     joined_norms,
@@ -89,6 +94,9 @@ FAMILIES: dict[str, Family] = {
         fm_lcbs_backward, "pallas", "fm_lcb_backward.fm_lcb_backward"
     ),
     "jagged_attention": _family(jagged_attentions, "pallas", "jagged_attention.attend"),
+    "jagged_attention_fp8": _family(
+        fp8_jagged_attentions, "pallas", "jagged_attention.attend"
+    ),
 }
 # Checked at every site that they are to run at, see `checking`.
 BY_SITE = (

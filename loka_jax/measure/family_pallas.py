@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from loka_jax.fp8 import E4M3, saturate
+from loka_jax.jagged import Rule
 from loka_jax.measure.check_families import BF16, Case, normal
 from loka_jax.ops import fm_lcb as fm_lcb_ops
 from loka_jax.ops.jagged_attention import BY_XLA, AttentionPlan, jagged_attention
@@ -17,6 +19,8 @@ from loka_jax.pallas import fm_lcb, fm_lcb_backward
 
 # silu of the scores and their gradients are rounded to bfloat16.
 _NOISE = 2.0**-6
+# silu is rounded to E4M3: a row that sees one key has that error as a whole.
+_FP8_NOISE = 0.75
 # P, S and X X^T are rounded to bfloat16, and values lie some deviations off their mean.
 _FM_LCB = 2.0**-6
 _BATCH, _N, _D, _K, _M = 269, 80, 64, 32, 64
@@ -37,21 +41,11 @@ def _both_ways(plan: AttentionPlan, operands, dtype) -> tuple[Any, ...]:
     """Returns the output and the gradients of q, k and v."""
     *rows, offsets, num_contextual, num_candidates = operands
     q, k, v, gradient = (x.astype(dtype) for x in rows)
+    rule = Rule(num_contextual, num_candidates, window=200, oldest=7)
+    how: dict[str, Any] = dict(scale=q.shape[-1] ** -0.5, max_length=_LONGEST)
 
     def attention(q, k, v):
-        return jagged_attention(
-            q,
-            k,
-            v,
-            offsets,
-            num_contextual=num_contextual,
-            num_candidates=num_candidates,
-            window=200,
-            oldest=7,
-            scale=q.shape[-1] ** -0.5,
-            max_length=_LONGEST,
-            plan=plan,
-        )
+        return jagged_attention(q, k, v, offsets, rule=rule, plan=plan, **how)
 
     out, pull = jax.vjp(attention, q, k, v)
     return tuple(x.astype(BF16) for x in (out, *pull(gradient)))
@@ -67,6 +61,26 @@ def jagged_attentions() -> list[Case]:
             lambda *x: _both_ways(AttentionPlan(None), x, jnp.bfloat16),
             lambda *x: _both_ways(BY_XLA, x, jnp.float32),
             _NOISE,
+        )
+
+    return [case(size) for size in (64, 128, 256)]
+
+
+def fp8_jagged_attentions() -> list[Case]:
+    """Returns a case of each size of heads, forward, of operands that E4M3 has."""
+
+    def forward(plan: AttentionPlan, dtype, operands) -> Any:
+        rows = [saturate(x, E4M3).astype(dtype) for x in operands[:4]]
+        return _both_ways(plan, (*rows, *operands[4:]), dtype)[0]
+
+    def case(size: int) -> Case:
+        in_fp8 = AttentionPlan(None, why_not_fp8=None)
+        return Case(
+            f"attention in FP8 of heads of {size}",
+            lambda: _operands(size),
+            lambda *x: forward(in_fp8, jnp.bfloat16, x),
+            lambda *x: forward(BY_XLA, jnp.float32, x),
+            _FP8_NOISE,
         )
 
     return [case(size) for size in (64, 128, 256)]

@@ -11,6 +11,7 @@ from flax import linen
 from jaxtyping import Array, Float, Int32
 
 from loka_jax import jagged
+from loka_jax.jagged import Rule
 from loka_jax.nn.batched import BatchedSite
 from loka_jax.nn.context import current
 from loka_jax.nn.norm_dense import NormParameters
@@ -28,20 +29,24 @@ def jagged_attention(
     v: Float[Array, "C h d_v"],
     offsets: Int32[Array, " B_plus_1"],
     *,
+    rule: Rule = jagged.CAUSAL,
+    scale: float,
+    max_length: int,
+    is_fp8: bool = False,
     implementation: Literal["xla"] | None = None,
-    **rule,
 ) -> Float[Array, "C h d_v"]:
     """Returns `ops.jagged_attention` by kernels where they serve it, and else by XLA.
 
     Args:
+        is_fp8: the forward pass is in FP8, E4M3 without scales.
         implementation: "xla" for XLA everywhere.
-        rule: the keyword arguments of `ops.jagged_attention` but its plan.
 
     Raises:
         ValueError: as of `ops.jagged_attention`.
     """
-    plan = _plan(q, v, implementation)
-    return ops.jagged_attention(q, k, v, offsets, plan=plan, **rule)
+    how: dict[str, Any] = dict(rule=rule, scale=scale, max_length=max_length)
+    plan = _plan(q, v, implementation, is_fp8)
+    return ops.jagged_attention(q, k, v, offsets, plan=plan, **how)
 
 
 def newest_rows(
@@ -63,13 +68,14 @@ def newest_rows(
 
 
 def _plan(
-    q: Array, v: Array, implementation: Literal["xla", "group"] | None
+    q: Array, v: Array, implementation: Literal["xla", "group"] | None, is_fp8: bool
 ) -> ops.AttentionPlan:
     """Returns what runs attention on the device that sites are planned for."""
     check_choice("implementation", implementation, ("xla", "group", None))
-    if implementation == "xla":
-        return ops.BY_XLA
-    return ops.plan_jagged_attention(q, v, current().device or local_device())
+    device = current().device or local_device()
+    plan = ops.plan_jagged_attention(q, v, device, is_fp8=is_fp8)
+    by_xla = plan._replace(why_xla=ops.BY_XLA.why_xla)
+    return by_xla if implementation == "xla" else plan
 
 
 class HstuLayer(linen.Module):
@@ -80,14 +86,16 @@ class HstuLayer(linen.Module):
         X'           = X + [U; A V; norm(A V) * U] W_o
 
     `uvqk` and `out` are sites, each a group with its norm or sum; the products `scores`
-    and `values` are within each sequence, and run in the compute dtype.
+    and `values` are within each sequence, and run in the compute dtype, or forward in
+    FP8.
 
     Attributes:
         num_heads: h.
         qk_dim: d_qk, of a head.
         v_dim: of a head, for U, V and A V.
         max_length: N, not less than the rows of the longest sequence.
-        window: of rows seen; see `ops.jagged_attention`, also for `oldest`.
+        window: of rows seen; see `jagged.Rule`, also for `oldest`.
+        fp8_attention: the forward pass of the attention is in FP8.
         dropout_rate: of what `out` reads, in training.
         implementation: "xla" for XLA everywhere, "group" for groups of the products.
 
@@ -101,6 +109,7 @@ class HstuLayer(linen.Module):
     max_length: int
     window: int | None = None
     oldest: int = 0
+    fp8_attention: bool = False
     dropout_rate: float = 0.0
     recipe: str | Recipe = "fp8_tensorwise"
     use_bias: bool = True
@@ -120,7 +129,8 @@ class HstuLayer(linen.Module):
 
         Args:
             x: rows; those from the last offset on are padding, and stay finite.
-            offsets, num_contextual, num_candidates: as of `jagged_attention`.
+            offsets: as of `jagged_attention`.
+            num_contextual, num_candidates: see `jagged.Rule`.
             train: drop activations.
         """
         count, width = x.shape
@@ -131,23 +141,24 @@ class HstuLayer(linen.Module):
         u, values, q, k = jnp.split(uvqk, parts, axis=1)
         u = jax.nn.silu(u)
         q, k, values = (z.reshape(count, heads, -1) for z in (q, k, values))
-        plan = _plan(q, values, self.implementation)
-        attended = ops.jagged_attention(
-            *(q, k, values, offsets),
-            num_contextual=num_contextual,
-            num_candidates=num_candidates,
-            window=self.window,
-            oldest=self.oldest,
-            scale=qk**-0.5,
-            max_length=self.max_length,
-            plan=plan,
-        ).reshape(count, heads * v)
-        self._announce("scores", SiteSpec(m=count, k=qk, n=self.max_length), plan)
-        self._announce("values", SiteSpec(m=count, k=self.max_length, n=v), plan)
+        rule = Rule(num_contextual, num_candidates, self.window, self.oldest)
+        attended = self._attend(q, k, values, offsets, rule).reshape(count, heads * v)
         gated = normalize(attended, "layer", train=train, name="attention_norm") * u
         joined = jnp.concatenate([u, attended, gated], axis=1)
         dropped = linen.Dropout(self.dropout_rate, deterministic=not train)(joined)
         return self._dense(width, "out", use_bias=False)(dropped, x)
+
+    @linen.nowrap
+    def _attend(
+        self, q: Array, k: Array, v: Array, offsets: Array, rule: Rule
+    ) -> Float[Array, "C h d_v"]:
+        """Returns the attention, and announces its products."""
+        count, length = len(q), self.max_length
+        plan = _plan(q, v, self.implementation, self.fp8_attention)
+        self._announce("scores", SiteSpec(m=count, k=self.qk_dim, n=length), plan)
+        self._announce("values", SiteSpec(m=count, k=length, n=self.v_dim), plan)
+        how: dict[str, Any] = dict(rule=rule, scale=self.qk_dim**-0.5, plan=plan)
+        return ops.jagged_attention(q, k, v, offsets, max_length=length, **how)
 
     @linen.nowrap
     def _dense(self, features: int, name: str, **options: Any) -> PreNormDense:

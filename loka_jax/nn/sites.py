@@ -112,6 +112,8 @@ class Site:
             for role in ROLES:
                 if self.together.why_not(role) is None:
                     texts[role] = f"pallas{texts[role].removeprefix('xla')}"
+        if self.batch is not None and self.is_fp8:
+            texts["fwd"] = f"{texts['fwd'].partition(' ')[0]} fp8 e4m3"
         return texts
 
     @property
@@ -119,6 +121,8 @@ class Site:
         """Why no role runs in FP8, or None if one does."""
         if self.left is not None:
             return self.left
+        if isinstance(self.together, AttentionPlan):
+            return self.together.why_not_fp8
         if self.batch is not None:
             return f"a batched product ({self.batch} of them)"
         why_not = self.plan.why_no_fp8

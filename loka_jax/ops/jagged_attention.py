@@ -5,6 +5,11 @@
 over the rows j that row i sees, see `jagged`: no softmax, N a constant. (Zhai et al.,
 "Actions Speak Louder than Words", arXiv 2402.17152, section 3.2.)
 
+In FP8 the forward pass rounds q, k, v and silu of the scores to E4M3 as they are, which
+keeps all of its bits from 2^-6 to 448: q, k and v are products of normed rows, and a
+scale of their own would take another pass over them. The backward pass takes q, k and v
+in bfloat16.
+
 Neither pass stores scores: the backward pass computes them again. It is two passes of
 its own, one for each direction of the scores, which sum in a fixed order: results do
 not differ between runs.
@@ -18,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from loka_jax import checked, jagged
+from loka_jax import checked, fp8, jagged
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Pass, Rule, Visibility
 from loka_jax.mapped import by_kernel, equally_varying
 from loka_jax.ops.device import Device
@@ -31,10 +36,17 @@ class AttentionPlan(NamedTuple):
 
     Attributes:
         why_xla: why XLA runs it; None for kernels.
+        why_not_fp8: why the forward pass is in the dtype of the rows; None for FP8.
     """
 
     why_xla: str | None
     interpret: Any = None
+    why_not_fp8: str | None = "its attention is not asked for in FP8"
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the forward pass is in FP8."""
+        return self.why_not_fp8 is None
 
     def why_not(self, role: Role) -> str | None:
         """Returns why XLA runs a role; None for a kernel."""
@@ -49,20 +61,28 @@ def plan_jagged_attention(
     q: jax.Array | jax.ShapeDtypeStruct,
     v: jax.Array | jax.ShapeDtypeStruct,
     device: Device,
+    *,
+    is_fp8: bool = False,
 ) -> AttentionPlan:
-    """Returns whether kernels run `jagged_attention` on a device."""
+    """Returns what runs `jagged_attention` on a device, forward in FP8 if asked for.
+
+    Kernels in FP8 that are wrong on this device leave it to those in bfloat16.
+    """
+    plan = BY_XLA._replace(why_not_fp8=None) if is_fp8 else BY_XLA
     reason = device.why_not_pallas
     if reason is None and {q.dtype, v.dtype} != {jnp.dtype(jnp.bfloat16)}:
         reason = f"q in {q.dtype} and v in {v.dtype}"
     if reason is not None:
-        return AttentionPlan(reason)
+        return plan._replace(why_xla=reason)
     # With Mosaic GPU, which a CPU has no use for.
     from loka_jax.pallas import jagged_attention as kernel
 
     _, heads, size = q.shape
     problem = kernel.Problem(heads=heads, size=size, value_size=v.shape[-1])
     reason = kernel.why_not(problem) or checked.why_wrong("jagged_attention")
-    return AttentionPlan(reason, device.interpret)
+    if is_fp8 and reason is None:
+        plan = plan._replace(why_not_fp8=checked.why_wrong("jagged_attention_fp8"))
+    return plan._replace(why_xla=reason, interpret=device.interpret)
 
 
 def jagged_attention(
@@ -71,10 +91,7 @@ def jagged_attention(
     v: Float[Array, "C heads d_v"],
     offsets: Int32[Array, " B_plus_1"],
     *,
-    num_contextual: Int32[Array, " B"] | None = None,
-    num_candidates: Int32[Array, " B"] | None = None,
-    window: int | None = None,
-    oldest: int = 0,
+    rule: Rule = jagged.CAUSAL,
     scale: float,
     max_length: int,
     plan: AttentionPlan = BY_XLA,
@@ -88,25 +105,16 @@ def jagged_attention(
     Args:
         offsets: sequence b has rows `offsets[b]` to `offsets[b + 1]`, maybe none;
             offsets beyond C are cut to it.
-        num_contextual: tokens at the start of each sequence that see its history, and
-            that all see; none by default.
-        num_candidates: tokens at its end that do not see each other; none by default.
-        window: rows that a row sees, itself included; all before it by default.
-        oldest: rows after the contextual ones that are seen whatever the window.
+        rule: who sees whom in a sequence; each row all before it by default.
         scale: factor of the scores, usually `d_qk ** -0.5`.
         max_length: N. It limits no length: longer sequences are right as well.
 
     Raises:
         ValueError: if shapes do not match, or numbers are out of range.
     """
-    _check(q, k, v, offsets)
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: it must be at least 1, or None.")
-    if oldest < 0 or (oldest and window is None):
-        raise ValueError(f"oldest={oldest}: it must be at least 0, and has a window.")
+    _check(q, k, v, offsets, rule)
     if max_length < 1:
         raise ValueError(f"max_length={max_length}: it must be at least 1.")
-    rule = Rule(num_contextual, num_candidates, window, oldest)
     visible = jagged.visibility(offsets, len(q), rule)
     static = _Static(scale, max_length, plan)
     q, k, v, *leaves = equally_varying(q, k, v, *jax.tree.leaves(visible))
@@ -114,7 +122,7 @@ def jagged_attention(
     return _attention(static, q, k, v, visible)
 
 
-def _check(q, k, v, offsets) -> None:
+def _check(q, k, v, offsets, rule: Rule) -> None:
     if q.shape != k.shape or v.shape[:-1] != q.shape[:-1] or q.ndim != 3:
         raise ValueError(
             f"q {q.shape}, k {k.shape} and v {v.shape} must be [C, heads, d_qk], the "
@@ -122,6 +130,11 @@ def _check(q, k, v, offsets) -> None:
         )
     if offsets.ndim != 1 or len(offsets) < 2:
         raise ValueError(f"offsets {offsets.shape} must be [B + 1], of a sequence.")
+    window, oldest = rule.window, rule.oldest
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: it must be at least 1, or None.")
+    if oldest < 0 or (oldest and window is None):
+        raise ValueError(f"oldest={oldest}: it must be at least 0, and has a window.")
 
 
 class _Static(NamedTuple):
@@ -144,8 +157,11 @@ def _attend(static: _Static, kind: Pass, fixed, streamed, visible):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(static: _Static, q, k, v, visible: Visibility) -> Any:
+    dtype = v.dtype
+    if static.plan.is_fp8:
+        q, k, v = (fp8.saturate(x, fp8.E4M3) for x in (q, k, v))
     (out,) = _attend(static, FORWARD, (q,), (k, v), visible)
-    return out
+    return out.astype(dtype)
 
 
 def _attention_fwd(static: _Static, q, k, v, visible):

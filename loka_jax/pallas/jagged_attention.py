@@ -10,34 +10,45 @@ silu and its slope come from one tanh:
 
     silu(2 h) = h + h t        2 silu'(2 h) = (1 + t) (1 + h - h t)        t = tanh h
 
+In FP8, forward only, x comes with its rows interleaved, see `interleaved`, and y by
+columns, as `wgmma` takes it.
+
 Blocks that all see need no mask. Tiles with the most work go first, and every other
 round in reverse, so that all CTAs end together. Each result is written once: there are
 no atomics, and launches agree bit by bit.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16
+from jaxtyping import Array, BFloat16, Float
 
 from loka_jax import jagged
+from loka_jax.fp8 import E4M3
 from loka_jax.jagged import Pass, Spans, Visibility
 from loka_jax.pallas import tiles
 from loka_jax.pallas.dense_norm_tile import wait_if
+from loka_jax.pallas.interleaved import (
+    as_operand,
+    columns_in_order,
+    interleave,
+    row_of,
+)
 from loka_jax.pallas.jagged_attention_layout import (
     BF16,
-    TASK,
     LaunchLayout,
     Problem,
     Scratch,
+    Task,
     TuningConfig,
     best_config,
     misfit,
     search_space,
+    task_table,
     why_not,
 )
 from loka_jax.pallas.tiles import ROWS
@@ -49,8 +60,8 @@ _MAX_SIZE_OF_BOTH = 128  # of a head: more accumulators do not fit the registers
 
 def attend(
     kind: Pass,
-    fixed: tuple[BFloat16[Array, "C h d"], ...],
-    streamed: tuple[BFloat16[Array, "C h d"], ...],
+    fixed: tuple[Float[Array, "C h d"], ...],
+    streamed: tuple[Float[Array, "C h d"], ...],
     visible: Visibility,
     *,
     scale: float,
@@ -60,7 +71,8 @@ def attend(
 ) -> tuple[BFloat16[Array, "C h d"], ...]:
     """Returns the wanted ones of slopes and values.
 
-    Sums are float32; silu(S) and its slope times `b y^T` are rounded to bfloat16.
+    Sums are float32; silu(S) and its slope times `b y^T` are rounded to the dtype of
+    the rows, bfloat16, or E4M3 in the forward pass.
 
     Args:
         fixed: a, and b where slopes are wanted.
@@ -69,10 +81,10 @@ def attend(
     Raises:
         ValueError: if heads are not served (see `why_not`), or the config does not fit.
     """
-    assert {z.dtype for z in (*fixed, *streamed)} == {jnp.dtype(BF16)}
+    (dtype,) = {z.dtype for z in (*fixed, *streamed)}
     rows, heads, size = fixed[0].shape
-    value_size = streamed[1].shape[-1]
-    reason = why_not(Problem(heads=heads, size=size, value_size=value_size))
+    sizes = dict(heads=heads, size=size, value_size=streamed[1].shape[-1])
+    reason = why_not(Problem(**sizes, dtype=dtype))
     if reason is not None:
         raise ValueError(f"pallas jagged_attention does not serve {reason}.")
     if kind.has_slopes and kind.has_values and size > _MAX_SIZE_OF_BOTH:
@@ -81,9 +93,9 @@ def attend(
         how |= dict(config=config, interpret=interpret)
         slopes = attend(kind._replace(has_values=False), fixed, *rest, **how)
         return slopes + attend(kind._replace(has_slopes=False), fixed[:1], *rest, **how)
-    config, is_interpreted = config or best_config(kind, size), interpret is not None
+    config, is_interpreted = config or best_config(kind, size, dtype), bool(interpret)
     sizes = rows, heads, size, scale, max_length
-    layout = LaunchLayout(kind, *sizes, config, is_interpreted)
+    layout = LaunchLayout(kind, *sizes, config, is_interpreted, dtype)
     reason = misfit(layout)
     if reason is not None:
         raise ValueError(f"{layout.config} does not fit: {reason}.")
@@ -97,6 +109,10 @@ def _launch(layout: LaunchLayout, inputs, interpret):
     if pad := layout.padded_rows - layout.rows:
         rows = [jnp.pad(z, ((0, pad), (0, 0), (0, 0))) for z in rows]
         visible = jagged.padded(visible, layout.padded_rows)
+    if layout.is_fp8:
+        a, x, y = rows
+        rows = [a, interleave(x), y.transpose((1, 2, 0))]
+    limits = jax.tree.leaves(visible._replace(seen_by=()))
     out = plgpu.kernel(
         _Kernel(layout).body,
         out_type=layout.results(),
@@ -107,43 +123,8 @@ def _launch(layout: LaunchLayout, inputs, interpret):
         thread_name="warpgroup",
         compiler_params=tiles.compiler_params(),
         interpret=interpret,
-    )(*rows, _tasks(layout, visible), *jax.tree.leaves(visible._replace(seen_by=())))
+    )(*rows, task_table(layout, visible), *limits)
     return tuple(z[: layout.rows] for z in out)
-
-
-def _tasks(layout: LaunchLayout, visible: Visibility):
-    """Returns the columns `TASK` of all tiles, those with the most work first."""
-    visits = jagged.blocks(
-        visible,
-        by_key=layout.kind.by_key,
-        fixed=layout.tile,
-        streamed=layout.config.block,
-    )
-    tile = jnp.arange(len(visits.count), dtype=jnp.int32)
-    order = jnp.argsort(-visits.count, stable=True)
-    return jnp.stack([tile, *visits], axis=1)[order]
-
-
-class _Task(NamedTuple):
-    """A tile of a head, and the blocks that it visits."""
-
-    head: Any
-    tile: Any
-    second: Any
-    second_count: Any
-    first: Any
-    count: Any
-    full_first: Any
-    full_last: Any
-
-    def block(self, step):
-        """Returns the block visited at a step."""
-        is_second = step < self.second_count
-        return step + jnp.where(is_second, self.second, self.first - self.second_count)
-
-    def is_full(self, block):
-        """Returns whether all see all of a block."""
-        return (block >= self.full_first) & (block < self.full_last)
 
 
 class _Kernel:
@@ -171,6 +152,8 @@ class _Kernel:
             plgpu.set_max_registers(registers, action="increase")
             worker = _Worker(self.layout, refs, warpgroup, limits, out)
             self._each_task(tasks, worker.compute)
+            if refs.out is not None:
+                tiles.drain()
 
     def _each_task(self, tasks, do):
         """Calls `do(task, round, count)` for this CTA's tasks, count of blocks before.
@@ -188,7 +171,7 @@ class _Kernel:
             item = round * ctas + position(round)
             heads = self.layout.heads
             row, head = lax.div(item, heads), lax.rem(item, heads)
-            task = _Task(head, *(tasks[row, i] for i in range(len(TASK))))
+            task = Task(head, *(tasks[row, i] for i in range(len(Task._fields) - 1)))
             do(task, round, count)
             return count + task.count
 
@@ -222,7 +205,9 @@ class _Kernel:
                 for source, buffer, full, empty, stages in rings:
                     slot = lax.rem(count + step, stages)
                     wait_if(count + step >= stages, empty.at[slot])
-                    part = source.at[rows, task.head]
+                    is_turned = self.layout.is_fp8 and source is y
+                    turned = task.head, slice(None), rows
+                    part = source.at[turned if is_turned else (rows, task.head)]
                     plgpu.copy_gmem_to_smem(part, buffer.at[slot], full.at[slot])
 
         rounds, count = self._each_task(tasks, load)
@@ -248,7 +233,7 @@ class _Worker:
             plgpu.barrier_arrive(self.refs.turn)
             plgpu.barrier_wait(self.refs.turn)
 
-    def compute(self, task: _Task, round, count):
+    def compute(self, task: Task, round, count):
         """Computes and stores a warpgroup's part of a task."""
         refs, warpgroups = self.refs, self.config.warpgroups
         stage = lax.rem(round, self.config.fixed_stages)
@@ -272,24 +257,32 @@ class _Worker:
             pl.when(task.count > 0)(lambda: self._release(count + task.count - 1))
             return totals
 
-        results = self.layout.factors()
-        sums = [tiles.accumulator(ROWS, self.layout.size) for _ in results]
+        sums = [tiles.accumulator(ROWS, self.layout.size) for _ in self.out]
         totals = pl.run_scoped(accumulate, *sums)
-        # The fixed rows have been read: results leave by way of their memory.
-        buffers = self._fixed(own)[: len(results)]
-        for total, factor, buffer in zip(totals, results, buffers, strict=True):
+        place = pl.ds(row, ROWS), task.head
+        if refs.out is None:
+            # The fixed rows have been read: results leave by way of their memory.
+            self._store(totals, self._fixed(own)[: len(sums)], place)
+            tiles.drain()
+        plgpu.barrier_arrive(refs.fixed_empty.at[stage])
+        if refs.out is not None:
+            tiles.drain()  # of the task before
+            self._store(totals, [refs.out.at[self.warpgroup]], place)
+
+    def _store(self, totals, buffers, place):
+        """Starts storing results, by way of buffers."""
+        factors = self.layout.factors()
+        for total, factor, buffer in zip(totals, factors, buffers, strict=True):
             buffer[...] = (total * factor).astype(BF16)
         plgpu.commit_smem()
         for buffer, out in zip(buffers, self.out, strict=True):
-            plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(row, ROWS), task.head])
-        tiles.drain()
-        plgpu.barrier_arrive(refs.fixed_empty.at[stage])
+            plgpu.copy_smem_to_gmem(buffer, out.at[place])
 
     def _fixed(self, own):
         """Returns a warpgroup's fixed rows."""
         return [z.at[own] for z in (self.refs.a, self.refs.b) if z is not None]
 
-    def _step(self, task: _Task, step, count, fixed, rows, sums):
+    def _step(self, task: Task, step, count, fixed, rows, sums):
         """Adds a block's part to the sums."""
         refs, config, kind = self.refs, self.config, self.kind
         slots = lax.rem(count, config.x_stages), lax.rem(count, config.y_stages)
@@ -304,13 +297,14 @@ class _Worker:
             plgpu.barrier_arrive(refs.x_empty.at[slots[0]])
         if not kind.has_values:
             plgpu.barrier_arrive(refs.y_empty.at[slots[1]])
-        weights = self._masked(task, task.block(step), rows, self._weights(*products))
+        weights = self._seen(task, task.block(step), rows, self._weights(*products))
         if self.layout.takes_turns:
             plgpu.barrier_arrive(refs.turn)
         if not kind.has_slopes:
             plgpu.barrier_wait(refs.y_full.at[slots[1]])
         if self.layout.takes_turns:
             plgpu.barrier_wait(refs.turn)
+        y = y.transpose((1, 0)) if self.layout.is_fp8 else y
         streamed = [x] * kind.has_slopes + [y] * kind.has_values
         for total, weight, operand in zip(sums, weights, streamed, strict=True):
             plgpu.wgmma(total, self._operand(weight), operand)
@@ -349,16 +343,22 @@ class _Worker:
             weights.append(by_value * (rise + rise * (h - h * t)))
         if self.kind.has_values:
             weights.append(h + h * t)
-        return [weight.astype(BF16) for weight in weights]
+        return weights
 
-    def _masked(self, task: _Task, block, rows, weights):
-        """Returns weights that are 0 where a query does not see a key."""
+    def _seen(self, task: Task, block, rows, weights):
+        """Returns operands of the sums: 0 where a query does not see a key."""
 
         def masked(*weights):
             mask = self._mask(block, *rows)
-            return [jnp.where(mask, weight, BF16(0)) for weight in weights]
+            return [jnp.where(mask, w, w.dtype.type(0)) for w in weights]
 
-        return lax.cond(task.is_full(block), lambda *x: list(x), masked, *weights)
+        def seen(weights):
+            own = lambda *x: list(x)  # noqa: E731
+            return lax.cond(task.is_full(block), own, masked, *weights)
+
+        if self.layout.is_fp8:  # no mask is of 8 bits; a GPU's cast saturates
+            return [weight.astype(E4M3) for weight in seen(weights)]
+        return seen([weight.astype(BF16) for weight in weights])
 
     def _mask(self, block, row, limits):
         """Returns which query sees which key."""
@@ -372,7 +372,7 @@ class _Worker:
             limits = self._limits(start, size, tiles.PER_COLUMN)
             spread = lambda z: tiles.per_column(z, ROWS)  # noqa: E731
         else:
-            keys = iota(1) + start
+            keys = (row_of(iota(1)) if self.layout.is_fp8 else iota(1)) + start
             spread = lambda z: tiles.per_row(z, size)  # noqa: E731
         return jagged.is_visible(jax.tree.map(spread, limits), keys)
 
@@ -391,7 +391,8 @@ class _Worker:
     def _operand(self, weight):
         """Returns the operand of a product; the interpreter needs it in memory."""
         if self.refs.weights is None:
-            return weight
+            return as_operand(weight) if self.layout.is_fp8 else weight
+        weight = columns_in_order(weight) if self.layout.is_fp8 else weight
         memory = self.refs.weights.at[self.warpgroup]
         memory[...] = weight
         plgpu.commit_smem()

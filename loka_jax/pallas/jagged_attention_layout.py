@@ -5,6 +5,7 @@ shared memory is counted, not tried.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -13,14 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from loka_jax.jagged import Blocks, Pass
+from loka_jax import jagged
+from loka_jax.fp8 import E4M3
+from loka_jax.jagged import FORWARD, Pass, Visibility
 from loka_jax.pallas import tiles
 from loka_jax.pallas.tiles import ROWS
 
 BF16 = jnp.bfloat16
 SIZES = (64, 128, 256)  # of heads
 _SPARE_REGISTERS = 40  # of a thread, besides accumulators
-TASK = ("tile", *Blocks._fields)  # the columns of what the kernel reads of a tile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,11 +32,13 @@ class Problem:
     Attributes:
         size: of a head in q and k.
         value_size: of a head in v.
+        dtype: of the operands, bfloat16 or E4M3.
     """
 
     heads: int
     size: int
     value_size: int
+    dtype: Any = BF16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Scratch(NamedTuple):
 
     a: Any  # [fixed_stages * warpgroups, 64, size]
     x: Any  # [x_stages, block, size]
-    y: Any  # [y_stages, block, size]
+    y: Any  # [y_stages, block, size]; [y_stages, size, block] in FP8
     fixed_full: Any
     fixed_empty: Any
     x_full: Any
@@ -75,6 +79,7 @@ class Scratch(NamedTuple):
     y_full: Any
     y_empty: Any
     b: Any = None  # as a
+    out: Any = None  # [warpgroups, 64, size], where a result does not fit in a
     turn: Any = None
     weights: Any = None  # [warpgroups, 64, block]; for the interpreter
 
@@ -96,6 +101,12 @@ class LaunchLayout(NamedTuple):
     max_length: int
     config: TuningConfig
     is_interpreted: bool
+    dtype: Any = BF16
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the operands are in FP8."""
+        return self.dtype == E4M3
 
     @property
     def tile(self) -> int:
@@ -136,13 +147,15 @@ class LaunchLayout(NamedTuple):
         """Returns the fields of `Scratch` that are needed."""
         config, barrier = self.config, plgpu.Barrier
         warpgroups, stages = config.warpgroups, config.fixed_stages
-        fixed = _operand(stages * warpgroups, ROWS, self.size)
+        operand = functools.partial(_operand, self.dtype)
+        fixed = operand(stages * warpgroups, ROWS, self.size)
+        streamed = config.block, self.size
         copies = warpgroups * (1 + self.kind.has_slopes)
         empty: dict[str, Any] = dict(num_arrivals=warpgroups)
         fields = dict(
             a=fixed,
-            x=_operand(config.x_stages, config.block, self.size),
-            y=_operand(config.y_stages, config.block, self.size),
+            x=operand(config.x_stages, *streamed),
+            y=operand(config.y_stages, *streamed[:: -1 if self.is_fp8 else 1]),
             fixed_full=barrier(num_barriers=stages, num_arrivals=copies),
             fixed_empty=barrier(num_barriers=stages, **empty),
             x_full=barrier(num_barriers=config.x_stages),
@@ -152,16 +165,53 @@ class LaunchLayout(NamedTuple):
         )
         if self.kind.has_slopes:
             fields["b"] = fixed
+        if self.is_fp8:
+            fields["out"] = _operand(BF16, warpgroups, ROWS, self.size)
         if self.takes_turns:
             fields["turn"] = barrier(**empty)
         if self.is_interpreted:
-            fields["weights"] = _operand(warpgroups, ROWS, config.block)
+            fields["weights"] = operand(warpgroups, ROWS, config.block)
         return fields
 
     def results(self) -> list[jax.ShapeDtypeStruct]:
         """Returns the types of the results."""
         shape = (self.padded_rows, self.heads, self.size)
         return [jax.ShapeDtypeStruct(shape, BF16) for _ in self.factors()]
+
+
+def task_table(layout: LaunchLayout, visible: Visibility) -> jax.Array:
+    """Returns what a `Task` has besides its head, of all tiles, the most work first."""
+    visits = jagged.blocks(
+        visible,
+        by_key=layout.kind.by_key,
+        fixed=layout.tile,
+        streamed=layout.config.block,
+    )
+    tile = jnp.arange(len(visits.count), dtype=jnp.int32)
+    order = jnp.argsort(-visits.count, stable=True)
+    return jnp.stack([tile, *visits], axis=1)[order]
+
+
+class Task(NamedTuple):
+    """A tile of a head, and the blocks that it visits."""
+
+    head: Any
+    tile: Any
+    second: Any
+    second_count: Any
+    first: Any
+    count: Any
+    full_first: Any
+    full_last: Any
+
+    def block(self, step):
+        """Returns the block visited at a step."""
+        is_second = step < self.second_count
+        return step + jnp.where(is_second, self.second, self.first - self.second_count)
+
+    def is_full(self, block):
+        """Returns whether all see all of a block."""
+        return (block >= self.full_first) & (block < self.full_last)
 
 
 def why_not(problem: Problem) -> str | None:
@@ -171,12 +221,16 @@ def why_not(problem: Problem) -> str | None:
         return f"heads of size {p.size} in q and k, and {p.value_size} in v"
     if p.size not in SIZES:
         return f"heads of size {p.size}, not {', '.join(map(str, SIZES))}"
+    if p.dtype not in (BF16, E4M3):
+        return f"operands in {jnp.dtype(p.dtype)}"
     return None
 
 
 def misfit(layout: LaunchLayout) -> str | None:
     """Returns why a launch cannot be laid out, or None if it can."""
     config = layout.config
+    if layout.is_fp8 and layout.kind != FORWARD:
+        return "only the forward pass takes operands in FP8"
     if config.block % ROWS or config.block > tiles.TMA_SIDE:
         return f"a block of {config.block} is no multiple of {ROWS} up to 256"
     if layout.kind.has_slopes and _least_stages(layout) < 2:
@@ -194,14 +248,14 @@ def _least_stages(layout: LaunchLayout) -> int:
     return min(config.x_stages, config.y_stages if has_values else config.x_stages)
 
 
-def search_space(kind: Pass, size: int) -> list[TuningConfig]:
+def search_space(kind: Pass, size: int, dtype: Any = BF16) -> list[TuningConfig]:
     """Returns the configs worth trying, the default first."""
     shapes = [(2, 64), (2, 128)]
-    if size == 64:
+    if size == 64 or (size == 128 and dtype == E4M3):
         shapes += [(3, 64), (3, 128), (2, 256)]
-    elif kind.has_slopes or size > 128:
+    elif kind.has_slopes or (size > 128 and dtype == BF16):
         shapes = shapes[:1]
-    default = best_config(kind, size)
+    default = best_config(kind, size, dtype)
     configs = [default]
     for shape, turns, overlaps in itertools.product(
         shapes, (True, False), (True, False)
@@ -210,28 +264,35 @@ def search_space(kind: Pass, size: int) -> list[TuningConfig]:
             continue
         for stages in ((2, 4, 4), (1, 3, 3), (2, 2, 2), (1, 2, 2), (1, 2, 1)):
             config = TuningConfig(*shape, *stages, turns, overlaps)
-            if _is_served(kind, size, config):
+            if _is_served(kind, size, config, dtype):
                 configs.append(config)
                 break
     return list(dict.fromkeys(configs))
 
 
-def _is_served(kind: Pass, size: int, config: TuningConfig) -> bool:
-    """Returns whether a config fits, as ptxas does: a weight takes half a register."""
+def _is_served(kind: Pass, size: int, config: TuningConfig, dtype: Any) -> bool:
+    """Returns whether a config fits, as ptxas does: weights share registers."""
     results = kind.has_slopes + kind.has_values
     registers = size // 2 * results + config.block // 2 * (1 + kind.has_slopes)
-    registers += config.block // 4 * results * config.overlaps + _SPARE_REGISTERS
+    weights = config.block * results * jnp.dtype(dtype).itemsize // 8
+    registers += weights * config.overlaps + _SPARE_REGISTERS
     if registers > tiles.consumer_registers(config.warpgroups):
         return False
-    return misfit(LaunchLayout(kind, 1, 1, size, 1.0, 1, config, False)) is None
+    return misfit(LaunchLayout(kind, 1, 1, size, 1.0, 1, config, False, dtype)) is None
 
 
-def best_config(kind: Pass, size: int) -> TuningConfig:
+def best_config(kind: Pass, size: int, dtype: Any = BF16) -> TuningConfig:
     """Returns the default config of a launch.
 
     Where scores and sums leave few registers, their products do not overlap: ptxas
     would serialize all.
     """
+    if dtype == E4M3:
+        return {
+            64: TuningConfig(2, 128, 2, 4, 4),
+            128: TuningConfig(2, 128, 2, 4, 4),
+            256: TuningConfig(2, 128, 1, 2, 2),
+        }[size]
     if not kind.has_slopes:
         return {
             64: TuningConfig(2, 128, 2, 4, 4),
@@ -245,6 +306,7 @@ def best_config(kind: Pass, size: int) -> TuningConfig:
     }[size]
 
 
-def _operand(*shape: int):
+def _operand(dtype: Any, *shape: int):
     """Returns the type of an operand of `wgmma` in shared memory."""
-    return tiles.swizzled(shape, BF16, columns=64)
+    columns = min(shape[-1], 128 // jnp.dtype(dtype).itemsize)
+    return tiles.swizzled(shape, dtype, columns=columns)

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from loka_jax import jagged
+from loka_jax.fp8 import E4M3, saturate
 from loka_jax.jagged import Pass, Visibility
 
 # Rows of a block, and where sequences are long. A block that is longer than most of
@@ -33,7 +34,8 @@ def attend(
 ) -> tuple[Float[Array, "C h _"], ...]:
     """Returns the wanted ones of slopes and values, in the dtype of x and of y.
 
-    Sums are float32; what a product takes is rounded to the dtype of its operands.
+    Sums are float32; what a product takes is rounded to the dtype of its operands. Of
+    rows in E4M3, in the forward pass, results are bfloat16.
 
     Args:
         fixed: a, and b where slopes are wanted.
@@ -55,7 +57,7 @@ def attend(
     factors = _wanted(kind, scale / max_length, 1 / max_length)
     pairs = zip(sums, factors, _wanted(kind, x, y), strict=True)
     return tuple(
-        (total * factor).astype(z.dtype).reshape(-1, *z.shape[2:])[:size]
+        (total * factor).astype(_high(z.dtype)).reshape(-1, *z.shape[2:])[:size]
         for total, factor, z in pairs
     )
 
@@ -106,13 +108,22 @@ def _mask(kind: Pass, visible: Visibility, block, size: int):
 
 
 def _sum(weights, rows):
-    return _product("nhfg,nghd->nfhd", weights.astype(rows.dtype), rows)
+    is_fp8 = rows.dtype == E4M3
+    weights = saturate(weights, E4M3) if is_fp8 else weights.astype(rows.dtype)
+    return _product("nhfg,nghd->nfhd", weights, rows)
+
+
+def _high(dtype):
+    """Returns the dtype; bfloat16 of E4M3, all of whose values it has."""
+    return jnp.bfloat16 if dtype == E4M3 else dtype
 
 
 def _product(subscripts: str, a, b):
     """Returns an einsum in float32."""
     # GPUs would multiply float32 in TF32.
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    if a.dtype == E4M3:  # behind a barrier, as in `fp8`
+        a, b = (x.astype(jnp.bfloat16) for x in lax.optimization_barrier((a, b)))
     return jnp.einsum(
         subscripts, a, b, precision=precision, preferred_element_type=jnp.float32
     )

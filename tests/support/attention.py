@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from loka_jax.jagged import Rule
 from tests.support import normal, sum_error
 
 
@@ -30,13 +31,10 @@ class Case(NamedTuple):
 
     @property
     def rule(self):
-        """Arguments of `jagged_attention`."""
-        counts = dict(num_contextual=self.contextual, num_candidates=self.candidates)
-        arrays = {
-            k: None if x is None else jnp.asarray(x, jnp.int32)
-            for k, x in counts.items()
-        }
-        return arrays | dict(window=self.window, oldest=self.oldest)
+        """Who sees whom."""
+        count = lambda x: None if x is None else jnp.asarray(x, jnp.int32)  # noqa: E731
+        counts = count(self.contextual), count(self.candidates)
+        return Rule(*counts, self.window, self.oldest)
 
 
 # Examples of no row, of one, across blocks; rows beyond them; none at all.
@@ -131,6 +129,23 @@ def assert_exact(found, case, operands, *, scale, max_length):
         difference = np.abs(np.asarray(x, np.float64) - result)
         worst = np.max(difference - bound, initial=0)
         assert worst <= 0, (name, worst, np.argmax(difference - bound))
+
+
+def assert_exact_in_fp8(out, case, q, k, v, *, scale, max_length):
+    """Asserts that a result of operands in E4M3 is right, silu rounded likewise."""
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    how = dict(scale=scale, max_length=max_length)
+    (result, *_), (bound, *_) = exact(case, q, k, v, jnp.zeros_like(v), **how)
+    scores = scale * _scores(np.asarray(q, np.float64), np.asarray(k, np.float64))
+    steps = 2.0**-4 * abs(scores / (1 + np.exp(-scores))) + 2.0**-10
+    by_rounding = np.einsum(
+        "hij,jhd->ihd", mask_of(case) / max_length * steps, abs(np.asarray(v))
+    )
+    bound = bound + 1.01 * (2.0**-9 * (abs(result) + by_rounding) + by_rounding)
+    difference = abs(np.asarray(out, np.float64) - result)
+    assert np.max(difference - bound, initial=0) <= 0
+    # The bound is not so wide that it holds for anything.
+    assert np.linalg.norm(difference) <= 0.05 * np.linalg.norm(result)
 
 
 def _scores(a, b):

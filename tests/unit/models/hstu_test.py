@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
+from loka_jax import checked
 from loka_jax.data import Events
 from loka_jax.models import Hstu
 from loka_jax.nn import group as group_lib
+from loka_jax.nn import site_context
+from loka_jax.ops.device import HOPPER, Device
 from tests import support
 from tests.support.nn import listed, record_calls
 
@@ -232,3 +235,22 @@ def test_products_of_a_layer_run_in_groups_with_its_norm_and_sum(monkeypatch):
     # Each is off the exact one by a rounding or two of each value.
     ours, theirs = (ravel_pytree(x)[0] for x in (found, expected))
     assert np.linalg.norm(ours - theirs) <= 2**-6 * np.linalg.norm(theirs)
+
+
+def test_an_attention_in_fp8_says_what_runs_it_and_why_not(monkeypatch):
+    wrong: dict[str, str | None] = {}
+    monkeypatch.setattr(checked, "why_wrong", wrong.get)
+    model = MODEL.clone(recipe="bf16", qk_dim=64, v_dim=64, num_layers=1)
+
+    def attention(model, device):
+        with site_context(device=device):
+            site = listed(model, *inputs())["layer_0/values"]
+        return site.runs["fwd"], site.runs["dlhs"], site.why_not
+
+    in_fp8, cpu = model.clone(fp8_attention=True), Device(platform="cpu")
+    assert attention(model, HOPPER)[:2] == ("pallas bf16", "pallas bf16")
+    assert "not asked for" in str(attention(model, HOPPER)[2])
+    assert attention(in_fp8, HOPPER) == ("pallas fp8 e4m3", "pallas bf16", None)
+    assert attention(in_fp8, cpu) == ("xla fp8 e4m3", "xla bf16", None)
+    wrong["jagged_attention_fp8"] = "they are wrong"
+    assert attention(in_fp8, HOPPER) == ("pallas bf16", "pallas bf16", "they are wrong")

@@ -2,10 +2,12 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench import candidates, jagged_attention, latency
+from experiments.bench import candidates, hstu, jagged_attention, latency, models
+from experiments.configs import histories
 from loka_jax.ops.jagged_attention import BY_XLA
 
 
@@ -49,3 +51,22 @@ def test_speedups_are_over_each_anchor_of_the_same_work():
     times = {"xla dense both": 8.0, "cudnn softmax forward": 3.0, "pallas both": 2.0}
     forms = {name: {"us": us} for name, us in times.items()} | {"pallas forward": {}}
     assert jagged_attention.speedups(forms) == {"xla dense both": 4.0}
+
+
+def test_dense_and_jagged_sequences_are_one_model():
+    model = hstu.sequences_of(histories.fp8_hstu().model)
+    model = model.clone(max_length=12, recipe="f32", implementation="xla")
+    (fields,) = models.make_inputs(((24, 1, 32),), 0)
+    variables = model.init(jax.random.key(0), fields)
+    jagged, dense = (
+        np.asarray(x.apply(variables, fields))
+        for x in (model, model.clone(is_dense=True))
+    )
+    np.testing.assert_allclose(jagged, dense, rtol=1e-4, atol=1e-6)
+    assert len(np.unique(jagged)) == 2
+
+
+def test_flops_of_the_medium_hstu_are_those_of_the_benchmark():
+    # Attention 180.4 G, UVQK 77.3 G, projection 58.0 G of a sample.
+    model = histories.fp8_hstu_m().model
+    assert round(hstu.flops_of(model, is_training=True) / 1e9, 1) == 315.7

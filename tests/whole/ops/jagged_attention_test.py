@@ -8,7 +8,9 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from loka_jax.ops.jagged_attention import jagged_attention
+from loka_jax import fp8
+from loka_jax.jagged import Rule
+from loka_jax.ops.jagged_attention import BY_XLA, jagged_attention
 from tests.support import attention
 from tests.support.attention import CASES, Case
 
@@ -21,7 +23,7 @@ def both_ways(case, operands, **how):
     @jax.jit
     def run(q, k, v, gradient):
         f = functools.partial(
-            jagged_attention, offsets=jnp.asarray(case.offsets), **case.rule, **how
+            jagged_attention, offsets=jnp.asarray(case.offsets), rule=case.rule, **how
         )
         out, pull = jax.vjp(f, q, k, v)
         return out, *pull(gradient)
@@ -71,11 +73,23 @@ def test_two_runs_agree_bit_by_bit():
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+def test_fp8_rounds_the_forward_pass_alone():
+    case = CASES["all"]
+    operands = attention.operands_of(case.num_rows, 2, 8, jnp.bfloat16)
+    plans = BY_XLA, BY_XLA._replace(why_not_fp8=None)
+    exact, rounded = (both_ways(case, operands, plan=plan, **HOW) for plan in plans)
+    assert rounded[0].dtype == jnp.bfloat16
+    q, k, v = (fp8.saturate(x, fp8.E4M3) for x in operands[:3])
+    attention.assert_exact_in_fp8(rounded[0], case, q, k, v, **HOW)
+    for x, y in zip(exact[1:], rounded[1:], strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(window=0), "window=0"),
-        (dict(oldest=3), "oldest=3"),
+        (dict(rule=Rule(window=0)), "window=0"),
+        (dict(rule=Rule(oldest=3)), "oldest=3"),
         (dict(max_length=0), "max_length=0"),
         (dict(offsets=jnp.zeros(1, jnp.int32)), "offsets"),
         (dict(v=jnp.zeros((8, 1, 4))), "v"),

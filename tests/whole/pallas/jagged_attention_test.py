@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import pytest
 
 from loka_jax import jagged
+from loka_jax.fp8 import E4M3, saturate
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Rule
 from loka_jax.measure import families, family_pallas
 from loka_jax.ops.jagged_attention import AttentionPlan, jagged_attention
+from loka_jax.pallas import jagged_attention as kernel
 from loka_jax.pallas.jagged_attention import TuningConfig, attend, search_space
 from tests.support import attention
 from tests.support import pallas as support
@@ -22,6 +24,7 @@ from tests.support.pallas import interpret
 
 __all__ = ["interpret"]
 
+BF16 = jnp.bfloat16
 HOW = dict(scale=0.3, max_length=50)
 
 
@@ -29,7 +32,7 @@ def both_ways(case, operands, interpret):
     """Returns the output and the gradients of q, k and v by the kernels."""
     plan = AttentionPlan(None, interpret)
     attend = functools.partial(
-        jagged_attention, offsets=jnp.asarray(case.offsets), plan=plan, **case.rule
+        jagged_attention, offsets=jnp.asarray(case.offsets), plan=plan, rule=case.rule
     )
     out, pull = jax.vjp(functools.partial(attend, **HOW), *operands[:3])
     found = out, *pull(operands[3])
@@ -57,6 +60,28 @@ def test_output_and_gradients_are_those_of_the_equation(name, size, interpret):
     attention.assert_exact(found, case, operands, **HOW)
 
 
+# Masks of all kinds, and spans of few and of many blocks.
+@pytest.mark.parametrize(
+    "name, size, config",
+    [
+        ("all", 64, None),
+        ("causal", 64, TuningConfig(1, 64, 2, 2, 3, takes_turns=False)),
+        ("one", 128, TuningConfig(2, 64, 1, 2, 2, overlaps=False)),
+        ("candidates", 128, None),
+        ("window", 256, None),
+    ],
+)
+def test_the_forward_pass_in_fp8_is_that_of_the_equation(name, size, config, interpret):
+    case = CASES[name]
+    *operands, _ = attention.operands_of(case.num_rows, 2, size, jnp.bfloat16)
+    q, k, v = (saturate(x, E4M3) for x in operands)
+    offsets = jnp.asarray(case.offsets)
+    visible = jagged.visibility(offsets, case.num_rows, case.rule)
+    run = support.interpreted(attend, interpret)
+    (out,) = run(FORWARD, (q,), (k, v), visible, config=config, **HOW)
+    attention.assert_exact_in_fp8(out, case, q, k, v, **HOW)
+
+
 # Rings that go round, blocks larger than tiles and the reverse, no turns, and products
 # that do not overlap.
 @pytest.mark.parametrize(
@@ -70,9 +95,7 @@ def test_output_and_gradients_are_those_of_the_equation(name, size, interpret):
 def test_all_configs_are_right(config, interpret):
     case = Case((130, 0, 61), 65, (2, 0, 1), (3, 0, 9))
     q, k, v, gradient = operands = attention.operands_of(256, 1, 64, jnp.bfloat16)
-    visible = jagged.visibility(
-        jnp.asarray(case.offsets), 256, Rule(*list(case.rule.values())[:2])
-    )
+    visible = jagged.visibility(jnp.asarray(case.offsets), 256, case.rule)
     run = functools.partial(
         support.interpreted(attend, interpret), config=config, visible=visible, **HOW
     )
@@ -84,25 +107,45 @@ def test_all_configs_are_right(config, interpret):
     attention.assert_exact(found, case, operands, **HOW)
 
 
-def test_what_is_right_passes_the_check(interpret, monkeypatch):
-    plan = AttentionPlan(None, interpret)
-    monkeypatch.setattr(family_pallas, "AttentionPlan", lambda reason: plan)
+@pytest.fixture
+def small_check(interpret, monkeypatch):
+    """Returns the check of a family on one case, interpreted."""
+    plan_of = functools.partial(AttentionPlan, interpret=interpret)
+    monkeypatch.setattr(family_pallas, "AttentionPlan", plan_of)
     monkeypatch.setattr(family_pallas, "_EXAMPLES", 3)
     monkeypatch.setattr(family_pallas, "_LONGEST", 100)
-    cases = family_pallas.jagged_attentions()[:1]
-    monkeypatch.setitem(
-        families.FAMILIES,
-        "jagged_attention",
-        families.FAMILIES["jagged_attention"]._replace(cases=lambda: cases),
-    )
-    how = dict(compiled=lambda kernel: kernel, workers=1)
-    assert families.why_wrong("jagged_attention", **how) is None
+
+    def why_wrong(name):
+        family = families.FAMILIES[name]
+        cases = family.cases()[:1]
+        checked = family._replace(cases=lambda: cases)
+        monkeypatch.setitem(families.FAMILIES, name, checked)
+        how = dict(compiled=lambda kernel: kernel, workers=1)
+        return families.why_wrong(name, **how)
+
+    return why_wrong
+
+
+@pytest.mark.parametrize("name", ["jagged_attention", "jagged_attention_fp8"])
+def test_what_is_right_passes_the_check(name, small_check):
+    assert small_check(name) is None
+
+
+def test_keys_in_another_order_fail_the_check(small_check, monkeypatch):
+    kernel._launch.clear_cache()
+    monkeypatch.setattr(kernel, "interleave", lambda x: x)
+    reason = small_check("jagged_attention_fp8")
+    kernel._launch.clear_cache()
+    assert reason is not None and "attention in FP8 of heads of 64" in reason
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
-@pytest.mark.parametrize("kind", [FORWARD, BY_QUERY, BY_KEY])
-def test_the_search_space_lowers(size, kind):
-    rows = jax.ShapeDtypeStruct((999, 4, size), jnp.bfloat16)
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [(FORWARD, BF16), (BY_QUERY, BF16), (BY_KEY, BF16), (FORWARD, E4M3)],
+)
+def test_the_search_space_lowers(size, kind, dtype):
+    rows = jax.ShapeDtypeStruct((999, 4, size), dtype)
     counts = jax.ShapeDtypeStruct((8,), jnp.int32)
     offsets = jax.ShapeDtypeStruct((9,), jnp.int32)
 
@@ -111,7 +154,7 @@ def test_the_search_space_lowers(size, kind):
         return attend(kind, fixed, streamed, visible, config=config, **HOW)
 
     fixed = (rows,) * (1 + kind.has_slopes)
-    for config in search_space(kind, size):
+    for config in search_space(kind, size, dtype):
         traced = jax.jit(functools.partial(run, config)).trace(
             fixed, (rows, rows), offsets, counts, counts
         )
@@ -126,3 +169,17 @@ def test_a_thousand_launches_agree(size):
     operands = attention.operands_of(case.num_rows, 4, size, jnp.bfloat16)
     run = functools.partial(both_ways, case, interpret=None)
     support.assert_launches_repeat(lambda *x: run(x), *operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_a_thousand_launches_in_fp8_agree(size):
+    case = Case((777, 0, 333, 1000), 3)
+    *operands, _ = attention.operands_of(case.num_rows, 4, size, jnp.bfloat16)
+    plan = AttentionPlan(None, why_not_fp8=None)
+
+    def run(*x):
+        offsets = jnp.asarray(case.offsets)
+        return jagged_attention(*x, offsets, rule=case.rule, plan=plan, **HOW)
+
+    support.assert_launches_repeat(run, *operands)
