@@ -1,6 +1,14 @@
 """The tables of times of models and of their sites."""
 
-from experiments.tables.cells import Row, Table, gains, number, numbers, times
+from experiments.tables.cells import (
+    Row,
+    Table,
+    gains,
+    number,
+    numbers,
+    percent,
+    times,
+)
 
 _WUKONG = "Wukong M, 16,384 = wukong_m 16384; "
 _L = "Wukong L, 16,384 = wukong_l 16384; "
@@ -208,6 +216,23 @@ SPEED = {
             "cuDNN's softmax = cudnn softmax; kernel = pallas",
         )
         | {"kernel, TFLOP/s": number("rows.case={0}.forms.pallas {1}.tflops")},
+    ),
+    "attention_fp8": Table(
+        file="jagged_attention_fp8_h200",
+        first="forward, 8 sequences of 4,096 rows",
+        rows="bf16 = pallas forward; FP8, with its casts = pallas fp8 forward",
+        columns=numbers("rows.case=m.forms.{0}.$", "us = us; TFLOP/s = tflops"),
+    ),
+    "hstu": Table(
+        file="hstu_h200",
+        first="HSTU M, training, 8 sequences of 4,096 rows",
+        rows="XLA, dense, bf16 = dense bf16; our kernels, bf16 = ours bf16; "
+        "the same, products in FP8 = ours fp8",
+        columns=numbers("rows.arm={0}.$", "samples a second = samples_per_s; us = us")
+        | {
+            "share of the bf16 peak": percent("rows.arm={0}.mfu"),
+            "memory, GB": number("rows.arm={0}.memory_bytes", 1, 1e9),
+        },
     ),
     "embedding_update": Table(
         file="embedding_update_h200",
