@@ -19,6 +19,7 @@ from loka_jax.train.config import (
     MmoeConfig,
     WukongConfig,
 )
+from loka_jax.train.cross_choice import choose_crosses
 
 _FEW_ROWS = 10_000  # of which a fifth validates: a tenth says too little
 _STEPS = 200  # of an epoch, at least, where batches have more than 64 rows
@@ -88,8 +89,8 @@ def table_config(model: str = "dlrm") -> Config:
 def settings_for(config: Config, say: Callable[[str], None]) -> Config:
     """Returns a configuration with the settings that its data ask for.
 
-    Columns without an option are inferred, and said. Validation takes a fifth of few
-    rows. Then by the training rows n and the rows R of all tables:
+    Columns without an option are inferred, and crosses chosen, and said. Validation
+    takes a fifth of few rows. Then by the training rows n and the rows R of all tables:
 
         batch    the power of two below n / 200, 64 to 8192
         tables   Adam with an L2 of 20 / n; row-wise AdaGrad where R is a million
@@ -115,6 +116,10 @@ def settings_for(config: Config, say: Callable[[str], None]) -> Config:
     size = max(_BATCHES[0], min(size, _BATCHES[1]))
     steps = splits.train.num_batches(size)
     is_many, is_huge = n >= _MANY_ROWS, sum(schema.vocab_sizes) >= _HUGE_TABLES
+    embedding = config.embedding
+    if not embedding.crosses:
+        crosses = choose_crosses(splits, say)
+        embedding = dataclasses.replace(embedding, crosses=crosses)
     model = config.model
     if isinstance(model, Mmoe):
         model = model.clone(num_tasks=len(schema.labels))
@@ -125,6 +130,7 @@ def settings_for(config: Config, say: Callable[[str], None]) -> Config:
         config,
         model=model,
         data=data,
+        embedding=embedding,
         optim=OptimConfig(
             lr=1e-3,
             clip_norm=10.0,

@@ -33,8 +33,8 @@ placement
 step
 mesh loop_options
 config
-model planning settings
-planner build
+model planning cross_choice
+planner build settings
 ahead evaluation
 watch
 first_order
