@@ -38,13 +38,18 @@ class Arguments:
     Attributes:
         workdir: the folder of the run.
         data: the rows.
-        by: a column or two, whose values rows are told apart by.
+        by: a column or two, whose values rows are told apart by; dates by days.
+        within: a column whose values are groups of rows that were ranked, such as users
+            or requests, for GAUC and NDCG; None for none.
+        k: rows of a group that count for NDCG.
         out: a file for the numbers as JSON; None for none.
     """
 
     workdir: pathlib.Path
     data: Rows
     by: tuple[str, ...] = ()
+    within: str | None = None
+    k: int = 10
     out: pathlib.Path | None = None
 
 
@@ -60,7 +65,13 @@ def _run(arguments: Arguments) -> int:
     predictor = load(arguments.workdir)
     print(f"Scoring with the weights of step {predictor.step:,}.", flush=True)
     rows = arguments.data
-    found = evaluate_files(predictor, rows.path, where=rows.where, by=arguments.by)
+    found = evaluate_files(
+        *(predictor, rows.path),
+        where=rows.where,
+        by=arguments.by,
+        within=arguments.within,
+        k=arguments.k,
+    )
     for name, numbers in found.overall.items():
         print(printable(f"{name}: {_in_words(numbers)}"))
     for value, tasks in found.groups.items():
@@ -78,7 +89,8 @@ def _in_words(numbers: dict) -> str:
         value, half = numbers.get(name), numbers.get(f"{name}_half")
         if value is None:
             return f"{word} n/a"
-        return f"{word} {value:.{places}f}" + ("" if half is None else f" ± {half:.5f}")
+        text = f"{word} {value:.{places}f}"
+        return text if half is None else f"{text} ± {half:.{places}f}"
 
     parts = (
         said("auc", "AUC"),
@@ -86,8 +98,11 @@ def _in_words(numbers: dict) -> str:
         said("ne", "NE"),
         said("calibration", "calibration", 4),
     )
+    ranks = ()
+    if "gauc" in numbers:
+        ranks = said("gauc", "GAUC"), said("ndcg", f"NDCG@{numbers['k']}")
     counts = f"({numbers['rows']:,} rows, {numbers['clicks']:,} of label 1)"
-    return "  ".join([*parts, counts])
+    return "  ".join([*parts, *ranks, counts])
 
 
 if __name__ == "__main__":
