@@ -1,4 +1,4 @@
-"""Crosses: pairs of columns whose values together have an embedding.
+"""Crosses: pairs of columns whose values together have rows in a table.
 
     id(a, b) = 1 + (a - 1) (n - 1) + b - 1    if the rows are enough for all pairs
                1 + mix(a, b) mod (rows - 1)   else

@@ -82,7 +82,7 @@ def choose_crosses(splits: Splits, say: Callable[[str], None]) -> tuple[str, ...
         left = _ranked(left[1:], tasks)
     if chosen:
         names = ", ".join(clip(cross.name) for cross in chosen)
-        say(f"Crosses, pairs of values with embeddings of their own: {names}")
+        say(f"Crosses, whose pairs of values have weights of their own: {names}")
     return tuple(f"{cross.name}={cross.rows}" for cross in chosen)
 
 

@@ -44,7 +44,8 @@ def test_pairs_that_help_are_crosses_and_help_a_regression():
     found = choose_crosses(data, said.append)
     assert sorted(found) == ["item*tags=89", "user*item=161"]  # a row for each pair
     names = ", ".join(x.partition("=")[0] for x in found)
-    assert said == [f"Crosses, pairs of values with embeddings of their own: {names}"]
+    sentence = "Crosses, whose pairs of values have weights of their own:"
+    assert said == [f"{sentence} {names}"]
 
     crosses = crosses_of(found, SCHEMA)
     test = dataset(3000, 2, 1.0)
