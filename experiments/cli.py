@@ -24,6 +24,7 @@ from experiments.options import asks_for_help, expanded, parse_options, take
 from loka_jax.commands import command, interruptible
 from loka_jax.terminal import printable
 from loka_jax.train.config import Config
+from loka_jax.train.settings import table_config
 
 
 def parse(arguments: list[str], script: str = "train.py") -> Config:
@@ -122,6 +123,8 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
         model, others = take(rest, "--model")
         if model is None:
             return find_config(name), rest
+        if ":" in model and name == "table":
+            return table_config(model), others
         return find_config(with_model(name, model)), others
     config = _of_a_run(rest)
     if config is not None:

@@ -1,13 +1,15 @@
 """Settings of a run on a table of one's own, by its rows, labels and values."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 from loka_jax.data import DataConfig, open_data
 from loka_jax.data.infer import infer_columns
 from loka_jax.data.open import shards_of
-from loka_jax.models import Dcnv2, Dhen, Dlrm, Mmoe, Wukong
+from loka_jax.models import Dcnv2, Dhen, Dlrm, Mmoe, Wukong, own_model
 from loka_jax.optim import OptimConfig
 from loka_jax.train.config import (
     Config,
@@ -17,6 +19,7 @@ from loka_jax.train.config import (
     EmbeddingConfig,
     LoopConfig,
     MmoeConfig,
+    OwnConfig,
     WukongConfig,
 )
 from loka_jax.train.cross_choice import choose_crosses
@@ -44,11 +47,15 @@ _STACKED = _OPTIONS | {
 }
 
 
-def table_config(model: str = "dlrm") -> Config:
+def table_config(model: Any = "dlrm") -> Config:
     """Returns the configuration of a table of one's own, without what follows from it.
 
     Args:
-        model: `dlrm`, `dcnv2`, `wukong`, `dhen` or `mmoe`.
+        model: `dlrm`, `dcnv2`, `wukong`, `dhen` or `mmoe`; or a Flax Linen module of a
+            user's own, or its "module:Name".
+
+    Raises:
+        ValueError: one sentence for what is none of these.
     """
     configs = {
         "dlrm": lambda **rest: DlrmConfig(
@@ -77,9 +84,18 @@ def table_config(model: str = "dlrm") -> Config:
             **rest,
         ),
     }
-    if model not in configs:
-        raise ValueError(f"the model {model!r} must be one of {', '.join(configs)}.")
-    return configs[model](
+    if not isinstance(model, str) or ":" in model:
+        own = own_model(model, recipe=_OPTIONS["recipe"])
+        make: Any = functools.partial(OwnConfig, model=own)
+        model = "own"
+    elif model in configs:
+        make = configs[model]
+    else:
+        raise ValueError(
+            f"the model {model!r} must be one of {', '.join(configs)}, or module:Name "
+            "of your own."
+        )
+    return make(
         name=f"table_{model}",
         data=DataConfig(kind="table"),
         embedding=EmbeddingConfig(dim=16, init_stddev=0.05),
