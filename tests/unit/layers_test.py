@@ -23,7 +23,8 @@ measure
 dispatch
 train
 survey predict
-export fitting
+export
+fitting
 """
 TRAIN = """
 processes tables metrics baselines
