@@ -42,6 +42,8 @@ class Arguments:
         within: a column whose values are groups of rows that were ranked, such as users
             or requests, for GAUC and NDCG; None for none.
         k: rows of a group that count for NDCG.
+        importance: tells by how much NE rises if the values of each column are in
+            another order, on the first 20,000 rows.
         out: a file for the numbers as JSON; None for none.
     """
 
@@ -50,6 +52,7 @@ class Arguments:
     by: tuple[str, ...] = ()
     within: str | None = None
     k: int = 10
+    importance: bool = False
     out: pathlib.Path | None = None
 
 
@@ -60,7 +63,7 @@ def main(line: list[str]) -> int:
 
 def _run(arguments: Arguments) -> int:
     from loka_jax import jsonfile
-    from loka_jax.predict import evaluate_files, load
+    from loka_jax.predict import evaluate_files, importance_of, load
 
     predictor = load(arguments.workdir)
     print(f"Scoring with the weights of step {predictor.step:,}.", flush=True)
@@ -78,8 +81,15 @@ def _run(arguments: Arguments) -> int:
         for name, numbers in tasks.items():
             place = value if len(tasks) == 1 else f"{value}, {name}"
             print(printable(f"  {place}: {_in_words(numbers)}"))
+    numbers = found._asdict()
+    if arguments.importance:
+        ranked = importance_of(predictor, rows.path, where=rows.where)
+        print("Importance: NE more with the values of a column in another order")
+        for column, ne, half in ranked:
+            print(printable(f"  {column}: {ne:+.5f} ± {half:.5f}"))
+        numbers["importance"] = [one._asdict() for one in ranked]
     if arguments.out is not None:
-        jsonfile.write(arguments.out, found._asdict())
+        jsonfile.write(arguments.out, numbers)
         print(printable(f"Numbers: {arguments.out}"))
     return 0
 

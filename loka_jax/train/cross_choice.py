@@ -95,19 +95,23 @@ def _pairs(schema: Schema) -> list[tuple[int, int]]:
 
 def _ranked(crosses: Iterable[_Cross], tasks: list) -> list[_Cross]:
     """Returns the crosses that lower the loss clearly, those that do most first."""
-    gains = ((sum(_gain(cross, *task) for task in tasks), cross) for cross in crosses)
-    clear = [(gain, cross) for gain, cross in gains if gain > 0]
-    best = sorted(clear, key=lambda x: -x[0])[:_AGAIN]
+    best: list[tuple[float, _Cross]] = []
+    for cross in crosses:  # which take megabytes each
+        gain = sum(_gain(cross, *task) for task in tasks)
+        if gain > 0:
+            best = sorted([*best, (gain, cross)], key=lambda x: -x[0])[:_AGAIN]
     return [cross for _, cross in best]
 
 
 def _cross(both: tuple[Rows, Rows], schema: Schema, left: int, right: int) -> _Cross:
     codes, shares = zip(*(_codes(x, schema, left, right) for x in both), strict=True)
     values = np.unique(codes[0][shares[0] > 0])
-    places = tuple(np.searchsorted(values, x) for x in codes)
+    places = tuple(np.searchsorted(values, x).astype(np.int32) for x in codes)
     values = np.append(values, -1)  # of those that are not there
     is_there = (values[at] == x for at, x in zip(places, codes, strict=True))
-    own = (np.where(there, x, 0.0) for there, x in zip(is_there, shares, strict=True))
+    own = (
+        np.where(a, x, 0).astype("f4") for a, x in zip(is_there, shares, strict=True)
+    )
     return _Cross(
         f"{schema.fields[left]}*{schema.fields[right]}",
         _rows(len(values), schema.vocab_sizes[left], schema.vocab_sizes[right]),
