@@ -24,6 +24,7 @@ from experiments.options import asks_for_help, expanded, parse_options, take
 from loka_jax.commands import command, interruptible
 from loka_jax.terminal import printable
 from loka_jax.train.config import Config
+from loka_jax.train.settings import table_config
 
 
 def parse(arguments: list[str], script: str = "train.py") -> Config:
@@ -122,22 +123,28 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
         model, others = take(rest, "--model")
         if model is None:
             return find_config(name), rest
+        if ":" in model and name == "table":
+            return table_config(model), others
         return find_config(with_model(name, model)), others
     config = _of_a_run(rest)
     if config is not None:
         return config, rest
-    if asks_for_help(rest):
+    if asks_for_help(rest) or not rest:
         print(f"usage: {command(script)} --config NAME [--option value ...]\n")
         for name, text in descriptions().items():
             print(f"  {name:20} {text}")
-        print("\n  bf16_NAME is fp8_NAME in bfloat16, its baseline.")
+        print("\n  table --model NAME is table_NAME, for a table of your own.")
+        print("  bf16_NAME is fp8_NAME in bfloat16, its baseline.")
         print("\nWith --config NAME, --help lists all options and defaults.")
-        raise SystemExit(0)
+        if asks_for_help(rest):
+            raise SystemExit(0)
+        print()
     near = difflib.get_close_matches("--config", rest, n=1, cutoff=0.7)
     hint = f"did you mean --config by {near[0]}? Else " if near else ""
+    which = "one of the above" if not rest else f"one of {', '.join(names())}"
     raise ValueError(
-        f"--config NAME is missing: {hint}use one of {', '.join(names())}; or "
-        "resume a run with --resume --workdir FOLDER."
+        f"--config NAME is missing: {hint}use {which}; or resume a run with --resume "
+        "--workdir FOLDER."
     )
 
 

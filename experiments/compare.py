@@ -4,7 +4,8 @@
 
 Names the folders of two runs or more; each is compared with the first one. The page
 holds final metrics, paired differences with 95 % intervals, which are printed, too,
-speed, curves, and what differs in the configurations.
+speed, curves, and what differs in the configurations. Runs that were evaluated on
+different rows are scored again on the same ones with `--data.path`.
 
 An error that the user can mend ends with one sentence and exit code 2.
 """
@@ -24,12 +25,32 @@ import tyro
 
 from experiments.cli import run_cli
 from experiments.options import parse_alone
+from loka_jax import jsonfile
 from loka_jax.commands import as_commands
-from loka_jax.report.compare_page import difference_lines, write_compare_page
+from loka_jax.report.compare_page import (
+    as_numbers,
+    difference_lines,
+    write_compare_page,
+)
 from loka_jax.report.comparison import ComparedRun
 from loka_jax.terminal import printable
 from loka_jax.train.folder.record import read_run
 from loka_jax.train.scores import read_scores
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Labelled rows.
+
+    Attributes:
+        path: files with the columns and labels of the runs' training data: paths,
+            folders, globs, or addresses of s3:// and gs://; None to compare the final
+            evaluations.
+        where: which rows, as in "dt=2026-11-14"; None for all.
+    """
+
+    path: str | tuple[str, ...] | None = None
+    where: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,37 +60,67 @@ class Arguments:
     Attributes:
         runs: the folders of two runs or more.
         out: the page.
+        json: a file for the differences, and for what differs in the configurations;
+            None for none.
+        data: labelled rows on which all are scored again, as runs must be that were
+            evaluated on different ones.
     """
 
     runs: tyro.conf.Positional[tuple[pathlib.Path, ...]]
     out: pathlib.Path = pathlib.Path("compare.html")
+    json: pathlib.Path | None = None
+    data: Rows = Rows()
 
 
-def compare(folders: list[pathlib.Path], out: pathlib.Path, command: str) -> list[str]:
-    """Writes the page of the runs in `folders` to `out`; returns what is printed.
+def compare(options: Arguments, command: str) -> list[str]:
+    """Writes the page of runs; returns what is printed.
 
     Args:
-        folders: of the runs.
-        out: the page.
+        options: what to compare.
         command: the command line, for the page.
 
     Raises:
         ValueError: if a folder holds no run, or one is given twice, or the runs have
             nothing in common, or `out` is no HTML file, or cannot be written.
     """
-    paths = [folder.resolve() for folder in folders]
+    paths = [folder.resolve() for folder in options.runs]
+    out, rows = options.out, options.data
     if repeated := [path for path, count in Counter(paths).items() if count > 1]:
         raise ValueError(f"{repeated[0]} is named twice: name each run once.")
     if out.suffix != ".html":  # an older page is replaced, another file is not
         raise ValueError(f"--out {out} must end in .html: rename it.")
     if not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out} is in no folder that exists: create that first.")
+    if rows.path is None and rows.where is not None:
+        raise ValueError("--data.where says which rows of --data.path: add that.")
     runs = [
         ComparedRun(name, read_run(path), read_scores(path))
         for name, path in zip(_names(paths), paths, strict=True)
     ]
+    if rows.path is not None:
+        runs = [
+            _scored_again(run, path, rows)
+            for run, path in zip(runs, paths, strict=True)
+        ]
     page = write_compare_page(out, runs, as_commands(command))
-    return [*difference_lines(runs), f"Comparison: {page}"]
+    lines = [*difference_lines(runs), f"Comparison: {page}"]
+    if options.json is not None:
+        jsonfile.write(options.json, as_numbers(runs))
+        lines.append(f"Numbers: {options.json}")
+    return lines
+
+
+def _scored_again(run: ComparedRun, path: pathlib.Path, rows: Rows) -> ComparedRun:
+    """Returns a run with its scores of labelled rows of files."""
+    from loka_jax.predict import as_texts, judged_rows, load
+
+    assert rows.path is not None
+    judged = judged_rows(load(path), rows.path, where=rows.where)
+    scored = {name: judged.of_task(i)[0] for i, name in enumerate(judged.tasks)}
+    if len(scored) == 1:  # whatever the label is called
+        scored = {"": next(iter(scored.values()))}
+    again = ", ".join(as_texts(rows.path)) + (f", {rows.where}" if rows.where else "")
+    return run._replace(scored=scored, again=again)
 
 
 def _names(paths: list[pathlib.Path]) -> list[str]:
@@ -87,7 +138,7 @@ def main(arguments: list[str]) -> int:
 
     def command() -> int:
         options = parse_alone(Arguments, arguments, "compare.py", __doc__)
-        for text in compare([*options.runs], options.out, line):
+        for text in compare(options, line):
             print(printable(text))
         return 0
 

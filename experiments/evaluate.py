@@ -38,13 +38,21 @@ class Arguments:
     Attributes:
         workdir: the folder of the run.
         data: the rows.
-        by: a column or two, whose values rows are told apart by.
+        by: a column or two, whose values rows are told apart by; dates by days.
+        within: a column whose values are groups of rows that were ranked, such as users
+            or requests, for GAUC and NDCG; None for none.
+        k: rows of a group that count for NDCG.
+        importance: tells by how much NE rises if the values of each column are in
+            another order, on the first 20,000 rows.
         out: a file for the numbers as JSON; None for none.
     """
 
     workdir: pathlib.Path
     data: Rows
     by: tuple[str, ...] = ()
+    within: str | None = None
+    k: int = 10
+    importance: bool = False
     out: pathlib.Path | None = None
 
 
@@ -55,20 +63,33 @@ def main(line: list[str]) -> int:
 
 def _run(arguments: Arguments) -> int:
     from loka_jax import jsonfile
-    from loka_jax.predict import evaluate_files, load
+    from loka_jax.predict import evaluate_files, importance_of, load
 
     predictor = load(arguments.workdir)
     print(f"Scoring with the weights of step {predictor.step:,}.", flush=True)
     rows = arguments.data
-    found = evaluate_files(predictor, rows.path, where=rows.where, by=arguments.by)
+    found = evaluate_files(
+        *(predictor, rows.path),
+        where=rows.where,
+        by=arguments.by,
+        within=arguments.within,
+        k=arguments.k,
+    )
     for name, numbers in found.overall.items():
         print(printable(f"{name}: {_in_words(numbers)}"))
     for value, tasks in found.groups.items():
         for name, numbers in tasks.items():
             place = value if len(tasks) == 1 else f"{value}, {name}"
             print(printable(f"  {place}: {_in_words(numbers)}"))
+    numbers = found._asdict()
+    if arguments.importance:
+        ranked = importance_of(predictor, rows.path, where=rows.where)
+        print("Importance: NE more with the values of a column in another order")
+        for column, ne, half in ranked:
+            print(printable(f"  {column}: {ne:+.5f} ± {half:.5f}"))
+        numbers["importance"] = [one._asdict() for one in ranked]
     if arguments.out is not None:
-        jsonfile.write(arguments.out, found._asdict())
+        jsonfile.write(arguments.out, numbers)
         print(printable(f"Numbers: {arguments.out}"))
     return 0
 
@@ -78,7 +99,8 @@ def _in_words(numbers: dict) -> str:
         value, half = numbers.get(name), numbers.get(f"{name}_half")
         if value is None:
             return f"{word} n/a"
-        return f"{word} {value:.{places}f}" + ("" if half is None else f" ± {half:.5f}")
+        text = f"{word} {value:.{places}f}"
+        return text if half is None else f"{text} ± {half:.{places}f}"
 
     parts = (
         said("auc", "AUC"),
@@ -86,8 +108,11 @@ def _in_words(numbers: dict) -> str:
         said("ne", "NE"),
         said("calibration", "calibration", 4),
     )
+    ranks = ()
+    if "gauc" in numbers:
+        ranks = said("gauc", "GAUC"), said("ndcg", f"NDCG@{numbers['k']}")
     counts = f"({numbers['rows']:,} rows, {numbers['clicks']:,} of label 1)"
-    return "  ".join([*parts, counts])
+    return "  ".join([*parts, *ranks, counts])
 
 
 if __name__ == "__main__":

@@ -135,7 +135,8 @@ def schema_of(config: Config) -> Schema:
     """Returns the data's columns; generated data need not be made for that."""
     if config.data.kind == "generated":
         return generated.schema_of(config.data)
-    return open_data(config.data, seed=config.seed).train.schema
+    splits = open_data(config.data, seed=config.seed)
+    return splits.crossed(config.embedding.crosses).train.schema
 
 
 def main(arguments: list[str]) -> int:

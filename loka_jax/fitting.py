@@ -8,24 +8,27 @@ run.predict(frame)  # scores
 import dataclasses
 import functools
 import hashlib
+import html
+import itertools
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import parquet
+from pyarrow import dataset, parquet
 from rich.console import Console
 
 from loka_jax import jsonfile
 from loka_jax.cache_folder import cache_folder
+from loka_jax.export import Exported, export_run
 from loka_jax.options import did_you_mean
 from loka_jax.predict import Predictor, evaluate_files, load
 from loka_jax.terminal import one_line
 from loka_jax.train.config import Config
-from loka_jax.train.folder.record import SUMMARY
+from loka_jax.train.folder.record import SITES, SUMMARY
 from loka_jax.train.session import standard_output, train
 from loka_jax.train.settings import settings_for, table_config
 
@@ -52,6 +55,24 @@ class FittedRun:
         """The trained model, see `loka_jax.load`."""
         return load(self.workdir)
 
+    @functools.cached_property
+    def sites(self) -> list[dict[str, Any]]:
+        """Every matrix product: its size, what runs there, and why not FP8."""
+        sites: Any = jsonfile.read(self.workdir / SITES)
+        return sites
+
+    def report(self) -> pathlib.Path:
+        """Returns the page of the run; in a notebook, show it by `_repr_html_`."""
+        return self.workdir / "report.html"
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.report().read_text("utf-8"))
+        return f'<iframe srcdoc="{page}" width="100%" height="600"></iframe>'
+
+    def export(self, path: str | os.PathLike, **options: Any) -> Exported:
+        """Writes the model to a folder that needs jax alone; see `export_run`."""
+        return export_run(self.workdir, pathlib.Path(path), **options)
+
     def predict(self, rows: Any) -> np.ndarray:
         """Returns the click probability of each row, see `Predictor.scores`."""
         return self.predictor.scores(rows)
@@ -61,8 +82,9 @@ class FittedRun:
 
         Args:
             data: as of `fit`.
-            **options: `where` and `by` of `loka_jax.predict.evaluate_files`; with `by`,
-                the numbers of each value are under `groups`.
+            **options: `where`, `by`, `within` and `k` of
+                `loka_jax.predict.evaluate_files`; with `by`, the numbers of each value
+                are under `groups`.
         """
         found = evaluate_files(self.predictor, as_files(data), **options)
         return found.overall | ({"groups": found.groups} if found.groups else {})
@@ -72,7 +94,7 @@ def fit(
     data: Any,
     *,
     label: str | Sequence[str] | None = None,
-    model: str = "dlrm",
+    model: Any = "dlrm",
     valid: Any = None,
     test: Any = None,
     workdir: str | os.PathLike | None = None,
@@ -83,9 +105,11 @@ def fit(
 
     Args:
         data: paths, folders, globs or addresses; or a data frame of pandas or Polars, a
-            pyarrow table, or a dict of columns, which are kept in the cache.
+            pyarrow table or dataset, a dataset of Hugging Face, a dict of columns, or
+            an iterator of such tables, which are kept in the cache.
         label: the label column, or several; inferred if None.
-        model: `dlrm`, `dcnv2`, `wukong`, `dhen` or `mmoe`.
+        model: `dlrm`, `dcnv2`, `wukong`, `dhen` or `mmoe`; or a Flax Linen module of
+            your own, or "module:Name" of its class, see `loka_jax.models.OwnModel`.
         valid: the validation rows, like `data`, or as in "dt=2026-11-13"; if None, the
             last tenth by time, or a tenth.
         test: the rows of the final evaluation, likewise; if None, the validation rows.
@@ -155,6 +179,42 @@ def _with(owner: Any, parts: list[str], value: Any) -> Any:
     return dataclasses.replace(owner, **{name: value})
 
 
+def _tables(data: Any) -> Iterator[pa.Table]:
+    """Yields the tables that data are made of."""
+    if isinstance(data, dataset.Dataset):
+        yield from (pa.Table.from_batches([batch]) for batch in data.to_batches())
+    elif hasattr(data, "with_format"):  # of Hugging Face
+        yield data.with_format("arrow")[:]
+    elif isinstance(data, Iterator):
+        for part in data:
+            yield from _tables(part)
+    else:
+        try:
+            yield data if isinstance(data, pa.Table) else pa.table(data)
+        except (TypeError, ValueError, pa.ArrowException) as error:
+            raise ValueError(
+                f"the data are neither paths nor a table ({one_line(error)}): give "
+                "paths, a data frame, a pyarrow table or dataset, a dataset of Hugging "
+                "Face, a dict of columns, or an iterator of such tables."
+            ) from None
+
+
+def _write(tables: Iterator[pa.Table], file: Any) -> None:
+    """Writes tables of the same columns, one at a time, as Parquet."""
+    first = next(tables, None)
+    if first is None:
+        raise ValueError("the data are an iterator without tables: give some rows.")
+    with parquet.ParquetWriter(file, first.schema) as writer:
+        for number, table in enumerate(itertools.chain([first], tables), 1):
+            try:
+                writer.write_table(table.select(first.column_names).cast(first.schema))
+            except (KeyError, ValueError, pa.ArrowException) as error:
+                raise ValueError(
+                    f"table {number} of the data has not the columns of the first one "
+                    f"({one_line(error)}): give tables of the same columns and types."
+                ) from None
+
+
 def as_files(data: Any) -> str | tuple[str, ...]:
     """Returns the paths of data; rows in memory are written to the cache.
 
@@ -165,16 +225,13 @@ def as_files(data: Any) -> str | tuple[str, ...]:
         return str(data)
     if isinstance(data, list | tuple) and all(isinstance(x, str) for x in data):
         return tuple(data)
-    try:
-        table = data if isinstance(data, pa.Table) else pa.table(data)
-    except (TypeError, ValueError, pa.ArrowException) as error:
-        raise ValueError(
-            f"the data are neither paths nor a table ({one_line(error)}): give paths, "
-            "a data frame, a pyarrow table, or a dict of columns."
-        ) from None
     folder = cache_folder("tables")
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-        parquet.write_table(table, file)
+        try:
+            _write(_tables(data), file)
+        except BaseException:
+            os.unlink(file.name)
+            raise
     digest = hashlib.sha256()
     with open(file.name, "rb") as written:
         while part := written.read(_KEPT):

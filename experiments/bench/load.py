@@ -2,7 +2,7 @@
 
     python experiments/bench/load.py --model model/ --minutes 10 --out load.json
 
-Starts `examples/serve.py`. Requests come at random times at each rate, whether earlier
+Starts `loka serve`. Requests come at random times at each rate, whether earlier
 ones are answered or not (an open loop), and latency counts from the time at which a
 request was due. Some are malformed; at half of each load the server is restarted. A
 request is lost if it has no answer, and wrong if its scores are not those that one of
@@ -31,7 +31,7 @@ import tyro
 from experiments.bench import result as results
 from loka_jax.export import loader
 
-_SERVE = pathlib.Path(__file__).parents[2] / "examples" / "serve.py"
+_SERVE = pathlib.Path(__file__).parents[1] / "serve.py"
 _POOL = 256  # different rows
 _MALFORMED = (
     b"",

@@ -174,7 +174,7 @@ class DataConfig:
                 f"{MAX_ROWS} rows."
             )
         require(
-            "://" not in (self.cache or ""),
+            "://" not in str(self.cache or ""),
             "--data.cache",
             self.cache,
             "a local folder",

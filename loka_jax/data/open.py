@@ -30,6 +30,7 @@ from loka_jax.data.config import (
     without_files,
 )
 from loka_jax.data.convert import convert
+from loka_jax.data.crosses import CrossedDataset, crosses_of
 from loka_jax.data.event_options import HISTORY
 from loka_jax.data.events import EventDataset, layout_of
 from loka_jax.data.files import Sources, filters_of, find_sources, left_out
@@ -70,6 +71,24 @@ class Splits:
         if len(datasets) < len(splits):
             return self
         train, valid, test = generated.spread_over(sharding, *datasets)
+        return dataclasses.replace(self, train=train, valid=valid, test=test)
+
+    def crossed(self, entries: tuple[str, ...]) -> "Splits":
+        """Returns the splits with crosses (`loka_jax.data.crosses`) in their batches.
+
+        Raises:
+            ValueError: for an entry that is no cross, or examples that are generated.
+        """
+        if entries and self.folder is None:
+            raise ValueError(
+                "--embedding.crosses are for data of files: leave them out."
+            )
+        crosses = crosses_of(entries, self.train.schema)
+        if not crosses:
+            return self
+        splits = (self.train, self.valid, self.test)
+        train, valid, test = (x and CrossedDataset(x, crosses) for x in splits)
+        assert train is not None and valid is not None
         return dataclasses.replace(self, train=train, valid=valid, test=test)
 
     def ahead(self, step: int, count: int, batch_size: int) -> Dataset:

@@ -30,8 +30,9 @@ from jax import export
 from jaxtyping import Array
 
 from loka_jax import nn, triton
-from loka_jax.data import Batch, Events, Schema
+from loka_jax.data import Batch, Events
 from loka_jax.data.batch import Bag
+from loka_jax.data.crosses import crossed, crosses_of
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch.first_use import check_plan
 from loka_jax.dispatch.local import local_performance
@@ -218,7 +219,7 @@ def export_function(
 
 def evaluation_logits(trained: Trained, form: Form, inputs: Inputs) -> np.ndarray:
     """Returns the logits of the run's evaluation step with the choices of a form."""
-    tasks, batch = len(trained.schema.labels), _batch(trained.schema, *inputs)
+    tasks, batch = len(trained.schema.labels), _batch(trained, *inputs)
     rows = len(inputs.dense)  # as many as targets, if they are sequences
     labels = np.zeros((rows, tasks) if tasks > 1 else rows, np.float32)
     batch = batch._replace(labels=labels, weights=np.ones(rows, np.float32))
@@ -235,18 +236,21 @@ def logits_function(model: nn.Planned, trained: Trained) -> Callable:
     def logits(weights, table, *inputs):
         table = jax.tree.unflatten(structure, table)
         own = dataclasses.replace(state, **weights, table=table)
-        batch = _batch(trained.schema, *inputs)
+        batch = _batch(trained, *inputs)
         return logits_of(model, trained.model.tables, own, batch).astype(jnp.float32)
 
     return logits
 
 
-def _batch(schema: Schema, dense: Any, ids: Any, further: Any) -> Batch:
+def _batch(trained: Trained, dense: Any, ids: Any, further: Any) -> Batch:
     """Returns a batch of inputs; evaluation has no labels."""
     none: Any = None
+    schema = trained.schema
     if schema.user is not None:
         return Batch(dense, ids, none, none, events=Events(*further))
-    return Batch(dense, ids, none, none, tuple(Bag(*bag) for bag in further))
+    batch = Batch(dense, ids, none, none, tuple(Bag(*bag) for bag in further))
+    crosses = crosses_of(trained.config.embedding.crosses, schema)
+    return crossed(batch, schema, crosses)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -5,6 +5,7 @@ from loka_jax.models.dhen import Dhen, DhenDlrm
 from loka_jax.models.dlrm import Dlrm
 from loka_jax.models.hstu import Hstu
 from loka_jax.models.mmoe import Mmoe
+from loka_jax.models.own import OwnModel, own_model
 from loka_jax.models.ranking import RankingModel
 from loka_jax.models.wukong import Wukong
 
@@ -15,6 +16,8 @@ __all__ = [
     "Dlrm",
     "Hstu",
     "Mmoe",
+    "OwnModel",
     "RankingModel",
     "Wukong",
+    "own_model",
 ]

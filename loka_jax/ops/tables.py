@@ -22,6 +22,8 @@ class TableSpec:
         owners: the number of the field whose table each field uses; () if each has its
             own.
         storage: how the values of rows are kept.
+        wide: of the last fields, as many are no inputs of the model, but of a wide part
+            beside it.
     """
 
     rows: tuple[int, ...]
@@ -29,6 +31,7 @@ class TableSpec:
     pooling: tuple[Pooling, ...] = ()
     owners: tuple[int, ...] = ()
     storage: Storage = "f32"
+    wide: int = 0
 
     def __post_init__(self):
         """Checks the ranges.

@@ -21,6 +21,7 @@ from loka_jax import nn
 from loka_jax.data import Position
 from loka_jax.data.blocks import Block, find_columns
 from loka_jax.data.config import features_of
+from loka_jax.data.crosses import CrossedDataset, crosses_of
 from loka_jax.data.events import batch_of, layout_of
 from loka_jax.data.reader import ShardDataset
 from loka_jax.data.records import Encoding
@@ -62,6 +63,7 @@ class Predictor:
         """Takes the parts of a run; `load` reads them from its folder."""
         self.config, self.encoding, self.step = config, encoding, step
         self._state, self._run_step = state, run_step
+        self._crosses = crosses_of(config.embedding.crosses, encoding.schema)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -218,7 +220,8 @@ class Predictor:
         def launched() -> Iterator[tuple[Array, int]]:
             size, num_tasks = self.config.loop.batch_size, len(self.tasks)
             for rows, count in _batches(records, size):
-                data = ShardDataset(self.encoding.schema, rows, "the rows")
+                stored = ShardDataset(self.encoding.schema, rows, "the rows")
+                data = CrossedDataset(stored, self._crosses)
                 batch = data.batch(Position(0, 0, 0), size, shuffle=False)
                 seen = metrics.init(tasks=num_tasks)
                 yield self._run_step(self._state, seen, batch)[1], count

@@ -8,6 +8,7 @@ import optax
 
 from loka_jax import nn
 from loka_jax.data import Schema
+from loka_jax.data.crosses import crosses_of, with_crosses
 from loka_jax.optim.rows import Sgd
 from loka_jax.train.checkpoints.row_layout import read_state
 from loka_jax.train.config import Config
@@ -25,6 +26,7 @@ class Trained(NamedTuple):
     """A trained model.
 
     Attributes:
+        schema: of rows as they are stored, without crosses.
         placement: the device or devices that the tables are on.
         source: the name of the run's operands in tables; none before training.
     """
@@ -57,7 +59,8 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
         )
     wire = MeshConfig(replicas=1, shards=shards, wire_rows=config.mesh.wire_rows)
     mesh = mesh_of(wire, config.loop.batch_size, 1)
-    net = model_of(config, schema, shards)
+    crosses = crosses_of(config.embedding.crosses, schema)
+    net = model_of(config, with_crosses(schema, crosses), shards)
     rows_by = config.embedding.implementation
     placement = placement_of(mesh, wire, net.tables, rows_by)
     shapes = jax.eval_shape(lambda: vars(initial_state(config, net, schema)))

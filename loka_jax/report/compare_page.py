@@ -35,12 +35,12 @@ def write_compare_page(path: Path, runs: Sequence[ComparedRun], command: str) ->
             f"the number of runs is {len(runs)}: name 2 to {MAX_RUNS} of them."
         )
     first, *others = runs
-    reasons = {run.name: why_not_comparable(first.files, run.files) for run in others}
+    reasons = {run.name: why_not_comparable(first, run) for run in others}
     if all(reasons.values()):
         name, why = next(iter(reasons.items()))
         raise ValueError(
             f"{name} has nothing in common with {first.name} ({why}): compare runs on "
-            "the same data."
+            "the same data, or score both on the same file with --data.path."
         )
     comparable = [run for run in others if reasons[run.name] is None]
     return write_page(
@@ -67,8 +67,8 @@ def difference_lines(runs: Sequence[ComparedRun]) -> list[str]:
     The runs are those of a page that was written.
     """
     first, *others = runs
-    others = [r for r in others if why_not_comparable(first.files, r.files) is None]
-    lines = []
+    others = [run for run in others if why_not_comparable(first, run) is None]
+    lines = [f"Both scored again on {first.again}."] if first.again else []
     for run in others:
         pair = f"{run.name} minus {first.name}"
         for label, differences in _pair(first, run)["examples"].items():
@@ -82,6 +82,28 @@ def difference_lines(runs: Sequence[ComparedRun]) -> list[str]:
             names = " and ".join(", ".join(x) for x in (row["names"], found["base"]))
             lines.append(f"{names}, over seeds: {_in_words(row['differences'])}")
     return lines
+
+
+def as_numbers(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    """Returns the paired differences of runs of a page that was written, for JSON."""
+    first, *others = runs
+    others = [run for run in others if why_not_comparable(first, run) is None]
+    return {
+        "first": first.name,
+        "scored_again_on": first.again or None,
+        "by_examples": {run.name: _plain(_pair(first, run)) for run in others},
+        "by_seeds": [_plain(row) for row in _seeds([first, *others])["seeds"]],
+        "settings": dict(_changed_settings(runs)),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Returns differences, at any depth, as dicts."""
+    if isinstance(value, Difference):
+        return value._asdict()
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return value
 
 
 _WORDS = {"ne_delta_pct": "NE %", "ne": "NE", "auc": "AUC", "logloss": "log loss"}
@@ -137,6 +159,8 @@ def _pair(first: ComparedRun, run: ComparedRun) -> dict[str, Any]:
 
 def _seeds(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     """Returns the first run's group, and how groups of runs differ from it by seed."""
+    if runs[0].again:  # final evaluations are of other rows
+        return {"base": [], "seeds": []}
     base, *others = seed_groups(runs)
     rows = [
         {

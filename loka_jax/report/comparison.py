@@ -43,11 +43,14 @@ class ComparedRun(NamedTuple):
     Attributes:
         scored: its scored examples by label ("" if there is one); empty if they were
             not kept.
+        again: the files whose rows were scored again for the comparison; "" if the
+            examples are those of the final evaluation.
     """
 
     name: str
     files: RunFiles
     scored: dict[str, Scored]
+    again: str = ""
 
 
 class Difference(NamedTuple):
@@ -67,8 +70,11 @@ class Difference(NamedTuple):
         return self.half is not None and abs(self.mean) > self.half
 
 
-def why_not_comparable(base: RunFiles, other: RunFiles) -> str | None:
+def why_not_comparable(first: ComparedRun, run: ComparedRun) -> str | None:
     """Returns what the examples differ in that two runs were evaluated on, or None."""
+    if first.again and run.again == first.again:
+        return None
+    base, other = first.files, run.files
     for name in ("kind", "label", "labels"):
         one, two = (as_dict(run.config.get("data")).get(name) for run in (base, other))
         if one != two:
@@ -123,6 +129,16 @@ def _auc_difference(one: Scored, two: Scored) -> Difference | None:
     clicks, others = (b - a for a, b in zip(before, after, strict=True))
     variance = clicks.var(ddof=1) / sizes[0] + others.var(ddof=1) / sizes[1]
     return Difference(float(clicks.mean()), _Z * float(variance) ** 0.5, sum(sizes))
+
+
+def auc_half(scored: Scored) -> float | None:
+    """Returns half DeLong's 95 % interval of an AUC; None as of the difference."""
+    clicked = scored.labels == 1
+    m, n = int(clicked.sum()), int((~clicked).sum())
+    if min(m, n) < 2 or not np.all(scored.weights == 1):
+        return None
+    clicks, others = _placements(scored.logits, clicked)
+    return _Z * float(clicks.var(ddof=1) / m + others.var(ddof=1) / n) ** 0.5
 
 
 def _placements(

@@ -4,7 +4,9 @@
                    200 {"scores": [0.2, ...]}, or {"error": "a sentence"} with
                    400 if the request is malformed, 413 if it is too long,
                    500 if a score is no number, 503 if too many rows wait
-    GET /health    200 {"model": ..., "step": ..., "worker": process id}
+    GET /health    200 {"name": ..., "step": ..., "columns": [...], "worker": its pid}
+    GET /metrics   requests by status, their seconds, rows of batches, and rows that
+                   wait, of this worker, for Prometheus
 
 On SIGTERM the worker stops accepting, answers all that it has accepted, asks
 clients to close their connections, and ends.
@@ -17,15 +19,17 @@ import math
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 try:
+    import prometheus_client as prometheus
     from aiohttp import web
-except ImportError:
-    message = "aiohttp is not installed, which serves: pip install 'loka-jax[serve]'."
+except ImportError as error:
+    message = f"{error.name} is not installed: pip install 'loka-jax[serve]'."
     raise ImportError(message) from None
 
 from loka_jax.options import require
@@ -97,6 +101,46 @@ class Busy(Exception):
     """More requests wait than the server has been told to hold."""
 
 
+class Metrics:
+    """What a worker counts, for Prometheus."""
+
+    def __init__(self):
+        """Starts at zero."""
+        self.registry = prometheus.CollectorRegistry()
+        self.requests = prometheus.Counter(
+            "loka_requests", "Requests by status.", ["status"], registry=self.registry
+        )
+        self.seconds = prometheus.Histogram(
+            "loka_request_seconds", "Seconds of a request.", registry=self.registry
+        )
+        self.rows = prometheus.Histogram(
+            "loka_batch_rows",
+            "Rows of a batch.",
+            buckets=[4**i for i in range(9)],
+            registry=self.registry,
+        )
+        self.waiting = prometheus.Gauge(
+            "loka_waiting_rows", "Rows that wait for scores.", registry=self.registry
+        )
+
+    @web.middleware
+    async def counted(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Answers a request, and counts it."""
+        start = time.monotonic()
+        try:
+            response = await handler(request)
+        except web.HTTPException as error:
+            self.requests.labels(str(error.status)).inc()
+            raise
+        except Exception:
+            self.requests.labels("500").inc()
+            raise
+        if request.path == "/score":
+            self.seconds.observe(time.monotonic() - start)
+        self.requests.labels(str(response.status)).inc()
+        return response
+
+
 class _Request(NamedTuple):
     """A request that waits."""
 
@@ -112,14 +156,26 @@ class Batcher:
     runs in a thread, the next one fills.
     """
 
-    def __init__(self, run: Callable[[Sequence[Any]], Sequence[Any]], limits: Limits):
+    def __init__(
+        self,
+        run: Callable[[Sequence[Any]], Sequence[Any]],
+        limits: Limits,
+        seen: Callable[[int], Any] = lambda rows: None,
+    ):
         """Takes the function from the values of a batch to their results.
 
-        A request of more rows than a batch may have is a batch of its own.
+        `seen` is called with the rows of each batch. A request of more rows than a
+        batch may have is a batch of its own.
         """
         self._run, self._limits, self._waiting = run, limits, 0
+        self._seen = seen
         self._queue: asyncio.Queue[_Request] = asyncio.Queue()
         self._held: _Request | None = None
+
+    @property
+    def waiting(self) -> int:
+        """The number of rows that wait, or are scored."""
+        return self._waiting
 
     async def result(self, value: Any, rows: int) -> Any:
         """Returns the result of a value, or raises Busy if too many rows wait."""
@@ -134,6 +190,7 @@ class Batcher:
         """Runs batches until it is cancelled."""
         while True:
             batch = await self._batch()
+            self._seen(sum(request.rows for request in batch))
             try:
                 results = await asyncio.to_thread(self._run, [x.value for x in batch])
             except Exception as error:  # each request says so; the next batch runs
@@ -170,17 +227,22 @@ class Worker:
 
     def __init__(self, scorer: Scorer, limits: Limits):
         self._scorer, self._limits = scorer, limits
-        self._batcher = Batcher(scorer.run, limits)
+        self._metrics = Metrics()
+        self._batcher = Batcher(scorer.run, limits, self._metrics.rows.observe)
+        self._metrics.waiting.set_function(lambda: self._batcher.waiting)
         self._ending = asyncio.Event()
 
     async def serve(self, listening: socket.socket, ready: int) -> None:
         """Answers requests until SIGTERM; once it does, it writes a byte to `ready`."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ending.set)
         listen_to_parent()
-        app = web.Application(client_max_size=_MAX_BYTES)
+        app = web.Application(
+            client_max_size=_MAX_BYTES, middlewares=[self._metrics.counted]
+        )
         app.on_response_prepare.append(self._close_at_end)
         app.router.add_post("/score", self._score)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._measures)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=60)
         await runner.setup()
         site = web.SockSite(runner, listening)
@@ -220,7 +282,15 @@ class Worker:
 
     async def _health(self, request: web.Request) -> web.Response:
         del request
-        return web.json_response({**self._scorer.health, "worker": os.getpid()})
+        own = {"columns": list(self._scorer.columns), "worker": os.getpid()}
+        return web.json_response({**self._scorer.health, **own})
+
+    async def _measures(self, request: web.Request) -> web.Response:
+        del request
+        text = prometheus.generate_latest(self._metrics.registry)
+        return web.Response(
+            body=text, headers={"Content-Type": prometheus.CONTENT_TYPE_LATEST}
+        )
 
     async def _close_at_end(self, request: web.Request, response: web.StreamResponse):
         """Asks a client to connect again, if this worker ends."""

@@ -24,16 +24,16 @@ from loka_jax.data import Batch, Dataset, Position
 from loka_jax.data.batch import ids_of_labels
 from loka_jax.ops.tables import TableSpec
 
-_ROWS = 1 << 18  # training rows that are used, at most
+ROWS = 1 << 18  # training rows that are used, at most
 _VALUES = 1 << 22  # values in them, at most
-_JUDGED = 1 << 16  # validation rows that choose the L2, at most
+JUDGED = 1 << 16  # validation rows that choose the L2, at most
 _BLOCK = 1 << 13  # rows read at once
 _SEQUENCES = 1 << 8  # likewise, with their histories
 _L2 = (100.0, 30.0, 10.0, 3.0, 1.0, 0.3)
 _ITERATIONS = 100
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Rows of a split; n dense columns, S values in T columns of ids.
 
     Attributes:
@@ -57,7 +57,7 @@ class Regression(NamedTuple):
     dense: Float[np.ndarray, "n"]
     ids: Float[np.ndarray, "R"]
 
-    def logits(self, rows: "_Rows") -> Float[np.ndarray, "N"]:
+    def logits(self, rows: Rows) -> Float[np.ndarray, "N"]:
         """Returns the logits of rows."""
         by_value = (self.ids[rows.ids] * rows.shares).sum(axis=1)
         return self.bias + rows.dense @ self.dense + by_value
@@ -65,7 +65,7 @@ class Regression(NamedTuple):
 
 def fit_regressions(train: Dataset, valid: Dataset) -> tuple[Regression, ...]:
     """Returns the regression of each task, its L2 chosen by the validation rows."""
-    known, judges = _sample(train, _ROWS), _sample(valid, _JUDGED)
+    known, judges = sample(train, ROWS), sample(valid, JUDGED)
     tasks = range(known.labels.shape[1])
     return tuple(
         _fitted(known, judges, task, _spec(train).total_rows) for task in tasks
@@ -125,12 +125,12 @@ class _Losses:
         self.weight, self.clicks = 0.0, 0.0
         self.loss = {"mean": 0.0, "regression": 0.0}
 
-    def add(self, rows: _Rows, task: int, logits: dict[str, np.ndarray]) -> None:
-        labels, weights = _labelled(rows, task)
+    def add(self, rows: Rows, task: int, logits: dict[str, np.ndarray]) -> None:
+        labels, weights = labelled(rows, task)
         self.weight += float(weights.sum())
         self.clicks += float((weights * labels).sum())
         for name, values in logits.items():
-            self.loss[name] += float((weights * _log_loss(values, labels)).sum())
+            self.loss[name] += float((weights * log_loss(values, labels)).sum())
 
     def ne(self, name: str) -> float:
         """Returns log loss / H(mean label); NaN with one kind of label."""
@@ -146,18 +146,19 @@ def _mean_ne(losses: list[_Losses], name: str) -> float | None:
     return mean if np.isfinite(mean) else None
 
 
-def _log_loss(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+def log_loss(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Returns the log loss of each example."""
     return np.logaddexp(0.0, logits) - labels * logits
 
 
-def _labelled(rows: _Rows, task: int) -> tuple[np.ndarray, np.ndarray]:
+def labelled(rows: Rows, task: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns a task's labels and weights, both 0 where it has no label."""
     labels = rows.labels[:, task]
     lacks = np.isnan(labels)
     return np.where(lacks, 0.0, labels), np.where(lacks, 0.0, rows.weights)
 
 
-def _sample(dataset: Dataset, most: int) -> _Rows:
+def sample(dataset: Dataset, most: int) -> Rows:
     """Returns rows of a data set, drawn without replacement."""
     schema = dataset.schema
     width = len(schema.categorical) + sum(schema.slots)
@@ -166,10 +167,10 @@ def _sample(dataset: Dataset, most: int) -> _Rows:
     steps = range(-(-count // size))
     batches = (dataset.batch(Position(0, i, 0), size, shuffle=True) for i in steps)
     parts = zip(*(_rows_of(batch, dataset) for batch in batches), strict=True)
-    return _Rows(*map(np.concatenate, parts))
+    return Rows(*map(np.concatenate, parts))
 
 
-def _rows_of(batch: Batch, dataset: Dataset) -> _Rows:
+def _rows_of(batch: Batch, dataset: Dataset) -> Rows:
     schema, first = dataset.schema, np.array(_spec(dataset).offsets)
     if batch.events is not None:
         batch = _labelled_events(batch)
@@ -184,7 +185,7 @@ def _rows_of(batch: Batch, dataset: Dataset) -> _Rows:
         shares.append(share / np.where(total > 0, total, 1.0))
         ids.append(np.where(values >= 0, values + first[field], 0))
     labels = np.asarray(batch.labels, np.float64)
-    return _Rows(
+    return Rows(
         labels.reshape(len(labels), -1),
         np.asarray(batch.weights, np.float64),
         np.asarray(batch.dense, np.float64),
@@ -207,9 +208,9 @@ def _labelled_events(batch: Batch) -> Batch:
 class _Fit:
     """The fit of a task's regression to rows, for one L2 after another."""
 
-    def __init__(self, rows: _Rows, task: int, num_rows: int):
+    def __init__(self, rows: Rows, task: int, num_rows: int):
         """Starts at the mean label; all tables have `num_rows` together."""
-        self._labels, self._weights = _labelled(rows, task)
+        self._labels, self._weights = labelled(rows, task)
         real = rows.dense[rows.weights > 0]
         self._center, scale = real.mean(axis=0), real.std(axis=0)
         self._scale = np.where(scale > 1e-6, scale, 1.0)  # 1 for constant columns
@@ -258,18 +259,18 @@ class _Fit:
         logits = self._features @ solution[1:] + solution[0]
         error = self._weights * (expit(logits) - self._labels)
         slope = np.append(error.sum(), self._transposed @ error + l2 * solution[1:])
-        loss = (self._weights * _log_loss(logits, self._labels)).sum()
+        loss = (self._weights * log_loss(logits, self._labels)).sum()
         return float(loss + l2 / 2 * np.square(solution[1:]).sum()), slope * scale
 
 
-def _fitted(rows: _Rows, judges: _Rows, task: int, num_rows: int) -> Regression:
+def _fitted(rows: Rows, judges: Rows, task: int, num_rows: int) -> Regression:
     """Returns the regression of a task, of the L2 that is best on the judges."""
     fit = _Fit(rows, task, num_rows)
-    labels, weights = _labelled(judges, task)
+    labels, weights = labelled(judges, task)
     best, lowest = None, np.inf
     for l2 in _L2:
         model = fit.at(l2)
-        judged = float((weights * _log_loss(model.logits(judges), labels)).sum())
+        judged = float((weights * log_loss(model.logits(judges), labels)).sum())
         if best is not None and judged >= lowest:
             break
         best, lowest = model, judged

@@ -286,6 +286,7 @@ def build(
         ValueError: one sentence with the option or file and the remedy.
     """
     splits = open_data(config.data, seed=config.seed, base=base)
+    splits = splits.crossed(config.embedding.crosses)
     loop = config.loop
     mesh = mesh_of(config.mesh, loop.batch_size, loop.microbatches)
     _check_log(config, mesh)

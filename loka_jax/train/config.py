@@ -25,6 +25,7 @@ from loka_jax.models import (
     Dlrm,
     Hstu,
     Mmoe,
+    OwnModel,
     RankingModel,
     Wukong,
 )
@@ -195,6 +196,13 @@ class HstuConfig(Config):
     """A run of an HSTU on an event log."""
 
     model: Annotated[Hstu, tyro.conf.OmitArgPrefixes] = Hstu()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnConfig(Config):
+    """A run of a model of a user's own."""
+
+    model: Annotated[OwnModel, tyro.conf.OmitArgPrefixes] = OwnModel()
 
 
 def _check_kind(model: Any):

@@ -61,9 +61,14 @@ def model_of(
         pooling=config.embedding.pooling_of(schema.multi),
         owners=schema.tables if schema.owners else (),
         storage=config.embedding.dtype,
+        wide=len(config.embedding.crosses),
     )
     dims = config.embedding.dims_of(schema.fields, schema.owners)
     tables = with_dims(stack, tuple(dims.values()) or (dim,))
+    if stack.wide and tables is not stack:
+        raise ValueError(
+            "--embedding.crosses are for tables of one dim: leave out --embedding.dims."
+        )
 
     def inputs(rows: int) -> tuple[Any, ...]:
         if config.data.is_log:
@@ -74,7 +79,8 @@ def model_of(
                 shape = candidate_shape(rows)
             has_candidates = scores_candidates or not layout.is_all
             return _event_inputs(config, schema, shape, has_candidates)
-        shapes = (len(schema.dense),), (len(schema.table_rows), dim)
+        fields = len(stack.rows) - stack.wide
+        shapes = (len(schema.dense),), (fields, dim)
         return tuple(jax.ShapeDtypeStruct((rows, *x), jnp.float32) for x in shapes)
 
     def list_sites(

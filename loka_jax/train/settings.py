@@ -1,13 +1,15 @@
 """Settings of a run on a table of one's own, by its rows, labels and values."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 from loka_jax.data import DataConfig, open_data
 from loka_jax.data.infer import infer_columns
 from loka_jax.data.open import shards_of
-from loka_jax.models import Dcnv2, Dhen, Dlrm, Mmoe, Wukong
+from loka_jax.models import Dcnv2, Dhen, Dlrm, Mmoe, Wukong, own_model
 from loka_jax.optim import OptimConfig
 from loka_jax.train.config import (
     Config,
@@ -17,8 +19,10 @@ from loka_jax.train.config import (
     EmbeddingConfig,
     LoopConfig,
     MmoeConfig,
+    OwnConfig,
     WukongConfig,
 )
+from loka_jax.train.cross_choice import choose_crosses
 
 _FEW_ROWS = 10_000  # of which a fifth validates: a tenth says too little
 _STEPS = 200  # of an epoch, at least, where batches have more than 64 rows
@@ -43,11 +47,15 @@ _STACKED = _OPTIONS | {
 }
 
 
-def table_config(model: str = "dlrm") -> Config:
+def table_config(model: Any = "dlrm") -> Config:
     """Returns the configuration of a table of one's own, without what follows from it.
 
     Args:
-        model: `dlrm`, `dcnv2`, `wukong`, `dhen` or `mmoe`.
+        model: `dlrm`, `dcnv2`, `wukong`, `dhen` or `mmoe`; or a Flax Linen module of a
+            user's own, or its "module:Name".
+
+    Raises:
+        ValueError: one sentence for what is none of these.
     """
     configs = {
         "dlrm": lambda **rest: DlrmConfig(
@@ -76,9 +84,18 @@ def table_config(model: str = "dlrm") -> Config:
             **rest,
         ),
     }
-    if model not in configs:
-        raise ValueError(f"the model {model!r} must be one of {', '.join(configs)}.")
-    return configs[model](
+    if not isinstance(model, str) or ":" in model:
+        own = own_model(model, recipe=_OPTIONS["recipe"])
+        make: Any = functools.partial(OwnConfig, model=own)
+        model = "own"
+    elif model in configs:
+        make = configs[model]
+    else:
+        raise ValueError(
+            f"the model {model!r} must be one of {', '.join(configs)}, or module:Name "
+            "of your own."
+        )
+    return make(
         name=f"table_{model}",
         data=DataConfig(kind="table"),
         embedding=EmbeddingConfig(dim=16, init_stddev=0.05),
@@ -88,8 +105,8 @@ def table_config(model: str = "dlrm") -> Config:
 def settings_for(config: Config, say: Callable[[str], None]) -> Config:
     """Returns a configuration with the settings that its data ask for.
 
-    Columns without an option are inferred, and said. Validation takes a fifth of few
-    rows. Then by the training rows n and the rows R of all tables:
+    Columns without an option are inferred, and crosses chosen, and said. Validation
+    takes a fifth of few rows. Then by the training rows n and the rows R of all tables:
 
         batch    the power of two below n / 200, 64 to 8192
         tables   Adam with an L2 of 20 / n; row-wise AdaGrad where R is a million
@@ -115,6 +132,10 @@ def settings_for(config: Config, say: Callable[[str], None]) -> Config:
     size = max(_BATCHES[0], min(size, _BATCHES[1]))
     steps = splits.train.num_batches(size)
     is_many, is_huge = n >= _MANY_ROWS, sum(schema.vocab_sizes) >= _HUGE_TABLES
+    embedding = config.embedding
+    if not embedding.crosses:
+        crosses = choose_crosses(splits, say)
+        embedding = dataclasses.replace(embedding, crosses=crosses)
     model = config.model
     if isinstance(model, Mmoe):
         model = model.clone(num_tasks=len(schema.labels))
@@ -125,6 +146,7 @@ def settings_for(config: Config, say: Callable[[str], None]) -> Config:
         config,
         model=model,
         data=data,
+        embedding=embedding,
         optim=OptimConfig(
             lr=1e-3,
             clip_norm=10.0,

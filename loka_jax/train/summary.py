@@ -124,8 +124,9 @@ def beside(ne: float, baselines: dict[str, Any] | None) -> list[str]:
     lines = [f"Beside it: NE of {numbers}."]
     if not ne <= lowest + _AS_GOOD:
         lines.append(
-            f"Warning: the model loses to {name} by NE {ne - lowest:.5f}, so that its "
-            "settings do not fit these data: --config table chooses them by the data."
+            f"Warning: the model loses to {name} by NE {ne - lowest:.5f}, so that "
+            "it, or its settings, do not fit these data: --config table chooses them "
+            "by the data, and starts its models at a regression."
         )
     return lines
 

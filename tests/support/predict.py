@@ -158,11 +158,13 @@ def lists(count, *, seed=0, values=9):
 
 
 def train_on_lists(folder) -> Trained:
-    """Trains on lists by tables in bfloat16; its evaluation saw `test.parquet`."""
+    """Trains on lists and crosses in bfloat16; its evaluation saw `test.parquet`."""
     parquet.write_table(lists(200), folder / "train.parquet")
     # Not a multiple of the batch size; some tags are new.
     test = folder / "test.parquet"
     parquet.write_table(lists(75, seed=1, values=12), test)
     run = config(folder, path="train.parquet", test=str(test), **LISTS)
-    tables = EmbeddingConfig(dim=16, pooling=("genres=sum",), dtype="bf16")
+    crosses = ("user*item=109", "tags*user=64")  # each pair its row, and hashed
+    options = dict(pooling=("genres=sum",), dtype="bf16", crosses=crosses)
+    tables = EmbeddingConfig(dim=16, **options)
     return train(dataclasses.replace(run, embedding=tables))

@@ -1,11 +1,12 @@
 """Training from Python is the training of the command line."""
 
 import json
+import pathlib
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from pyarrow import parquet
+from pyarrow import dataset, parquet
 
 import loka_jax
 from experiments.cli import parse
@@ -64,6 +65,41 @@ def test_rows_in_memory_are_kept(fitted):
     assert parquet.read_table(first.test).num_rows == 300
     both = fitted(ROWS, label=["click"], model="mmoe")
     assert both.data.labels == ("click",) and both.model.num_tasks == 1
+
+
+class HuggingFace:
+    """A dataset of Hugging Face, as much as is used of it."""
+
+    def with_format(self, name):
+        assert name == "arrow"
+        return pa.table(ROWS)
+
+
+def test_rows_come_in_tables_one_after_another(fitted):
+    table = pa.table(ROWS)
+    parts = (table.slice(start, 100) for start in (0, 100, 200))
+    for data in (parts, dataset.dataset(table), HuggingFace()):
+        found = fitted(data, label="click")
+        assert parquet.read_table(found.data.path) == table
+    other = table.drop_columns(["user"])
+    for wrong, why in ((iter([table, other]), "table 2 of the"), (iter([]), "without")):
+        with pytest.raises(ValueError, match=why):
+            fitted(wrong, label="click")
+    folder = pathlib.Path(found.data.path).parent
+    assert {path.suffix for path in folder.iterdir()} == {".parquet"}
+
+
+def test_a_run_tells_its_sites_and_report(tmp_path, monkeypatch):
+    (tmp_path / "sites.json").write_text('[{"path": "head"}]')
+    (tmp_path / "report.html").write_text("<p>&</p>")
+    run = fitting.FittedRun(tmp_path)
+    assert run.sites == [{"path": "head"}]
+    assert run.report() == tmp_path / "report.html"
+    assert 'srcdoc="&lt;p&gt;&amp;&lt;/p&gt;"' in run._repr_html_()
+    asked = []
+    monkeypatch.setattr(fitting, "export_run", lambda *a, **k: asked.append((a, k)))
+    run.export("model", batch_sizes=(8,))
+    assert asked == [((tmp_path, pathlib.Path("model")), {"batch_sizes": (8,)})]
 
 
 def test_what_is_wrong_is_one_sentence(fitted):

@@ -23,7 +23,8 @@ measure
 dispatch
 train
 survey predict
-export fitting
+export
+fitting
 """
 TRAIN = """
 processes tables metrics baselines
@@ -33,8 +34,8 @@ placement
 step
 mesh loop_options
 config
-model planning settings
-planner build
+model planning cross_choice
+planner build settings
 ahead evaluation
 watch
 first_order

@@ -21,6 +21,8 @@ class EmbeddingConfig:
         pooling: how the rows of a multi-valued column become one vector: "sum" or
             "mean" for all of them, "COLUMN=mean" for one; the default is "mean". Values
             with weights get the weighted sum or mean.
+        crosses: "A*B=1000" gives each pair of values of two columns a weight in the
+            logit, in a table of so many rows; one of them may hold lists.
         init_stddev: standard deviation of their initial values.
         dtype: how rows are kept: "f32", or "bf16" in half the memory. They are updated
             in float32, and so is what their optimizer keeps, and are rounded
@@ -32,6 +34,7 @@ class EmbeddingConfig:
     dim: int = 16
     dims: tuple[str, ...] = ()
     pooling: tuple[str, ...] = ()
+    crosses: tuple[str, ...] = ()
     init_stddev: float = 0.01
     dtype: Storage = "f32"
     implementation: Literal["xla"] | None = None

@@ -69,9 +69,51 @@ def split(tables: Tables, batch: Batch) -> Any:
     return tuple(map(part, tables.fields))
 
 
-def project(model: Model, tables: Tables) -> "Model | Projected":
-    """Returns the model; for several stacks it takes the embeddings of each."""
-    return model if isinstance(tables, TableSpec) else Projected(model, tables)
+def project(model: Model, tables: Tables) -> "Model | Projected | Widened":
+    """Returns the model; for several stacks it takes the embeddings of each.
+
+    With a wide part it takes the embeddings of that, too.
+    """
+    if not isinstance(tables, TableSpec):
+        return Projected(model, tables)
+    return Widened(model, tables.wide) if tables.wide else model
+
+
+@dataclasses.dataclass(frozen=True)
+class Widened:
+    """A model with a wide part beside it, of the last fields; used as the model is.
+
+        logit_t = model(...)_t + sum over the fields of the wide part of e[t]
+
+    so that a value has one weight for each task t, and the model does not see it.
+
+    References:
+        Cheng et al.: Wide & Deep Learning for Recommender Systems. arXiv 1606.07792.
+    """
+
+    model: Model
+    wide: int
+
+    @property
+    def compute_dtype(self) -> DTypeLike:
+        """The model's compute dtype; float32 if it has none."""
+        return getattr(self.model, "compute_dtype", jnp.float32)
+
+    def init(self, key: Array, dense: BatchArray, embeddings: Array) -> dict[str, Any]:
+        """Returns the model's variables."""
+        return self.model.init(key, dense, embeddings[:, : -self.wide])
+
+    def apply(
+        self, variables: Any, dense: BatchArray, embeddings: Array, **options: Any
+    ) -> Any:
+        """Returns the output of the model's `apply`, the wide part in its logits."""
+        own = embeddings[:, : -self.wide]
+        found = self.model.apply(variables, dense, own, **options)
+        logits, *rest = found if isinstance(found, tuple) else (found,)
+        tasks = 1 if logits.ndim == 1 else logits.shape[1]
+        weights = embeddings[:, -self.wide :, :tasks].astype(jnp.float32).sum(axis=1)
+        logits = logits + weights.reshape(logits.shape)
+        return (logits, *rest) if rest else logits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,10 @@
-"""A step of microbatches and the server of the examples do what they say.
+"""A step of microbatches of the examples does what it says.
 
 That examples learn is in tests/whole.
 """
 
 import pathlib
 import runpy
-import sys
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -50,19 +48,3 @@ def test_a_step_of_microbatches_follows_the_mean_of_their_gradients():
     gradient = jax.jit(jax.vmap(jax.grad(cross_entropy), (None, 0, 0)))
     expected = variables["w"] - 0.5 * gradient(variables["w"], users, items).mean(0)
     np.testing.assert_allclose(after["w"], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_scorer_hands_each_request_the_scores_of_its_rows(tmp_path, monkeypatch):
-    (tmp_path / "loader.py").touch()
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    loader = mock.Mock()
-    monkeypatch.setitem(sys.modules, "loader", loader)
-    model = loader.load.return_value
-    model.description = {"name": "run", "step": 3, "path": "secret"}
-    model.together.side_effect = lambda batch: [2 * rows for rows in batch]
-    scorer = load("serve")["Scorer"](str(tmp_path))
-    loader.load.assert_called_once_with(str(tmp_path))
-    model.warm.assert_called_once_with()
-    assert scorer.health == {"name": "run", "step": 3}
-    batch = np.split(np.arange(6), [2, 3])  # of 2, 1 and 3 rows
-    assert scorer.run(batch) == [[0, 2], [4], [6, 8, 10]]

@@ -218,3 +218,9 @@ def test_settings_by_the_data_give_way_to_options(run, tmp_path):
     assert config["name"] == "table_wukong" and config["model"]["kind"] == "Wukong"
     assert config["loop"]["epochs"] == 3 and config["loop"]["batch_size"] == 64
     assert config["data"]["categorical"] == ["user"]
+
+
+def test_without_a_name_the_configurations_are_listed(run, capsys):
+    code, said, error = run(train)
+    assert code == 2 and "use one of the above" in error
+    assert "  table_dlrm           DLRM on a table of your own" in said

@@ -1,11 +1,14 @@
+import json
 import pathlib
 import re
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from experiments import compare
-from loka_jax import commands
+from loka_jax import commands, predict
+from loka_jax.predict.evaluate import Judged
 from loka_jax.report import charts
 from loka_jax.train import scores as scores_file
 from loka_jax.train.folder.record import SUMMARY, RunRecord
@@ -53,6 +56,35 @@ def test_runs_are_compared_by_their_folders_with_the_first(tmp_path, run):
     rows = page.rows("Paired differences")
     assert rows[1][0] == "run-0" and all("±" in cell for cell in rows[1][1:4])
     assert rows[1][4] == "50"
+
+
+def test_runs_on_other_rows_are_scored_again_on_the_same(tmp_path, run, monkeypatch):
+    runs = [leave_run(tmp_path / name, ne=1.0) for name in ("one", "two")]
+    for workdir, split in zip(runs, ("valid", "test"), strict=True):
+        path = pathlib.Path(workdir) / SUMMARY
+        path.write_text(path.read_text().replace('"test"', f'"{split}"'))
+    out = tmp_path / "page.html"
+    assert_refused(run(compare, *runs, "--out", out), "score both on the same file")
+
+    labels = np.arange(60.0)[:, None] % 2
+    weights, keys = np.ones(60), pa.chunked_array([pa.nulls(60)])
+
+    def judged(workdir, path, where):
+        assert (path, where) == ("day.csv", "dt=1")
+        logits = np.full((60, 1), 0.5 if workdir.name == "one" else 0.0)
+        return Judged(("click",), logits, labels, weights, keys, None)
+
+    monkeypatch.setattr(predict, "load", lambda path: path)
+    monkeypatch.setattr(predict, "judged_rows", judged)
+    rows = ("--data.path", "day.csv", "--data.where", "dt=1")
+    file = tmp_path / "numbers.json"
+    code, said, _ = run(compare, *runs, *rows, "--out", out, "--json", file)
+    assert code == 0 and said.startswith("Both scored again on day.csv, dt=1.")
+    assert "over seeds" not in said
+    found = json.loads(file.read_text())
+    minus = np.log(2) - np.logaddexp(0, [0.5, -0.5]).mean()
+    loss = found["by_examples"]["two"]["examples"][""]["logloss"]
+    assert loss["mean"] == pytest.approx(minus) and loss["count"] == 60
 
 
 def test_what_cannot_be_compared_is_one_sentence(tmp_path, run, monkeypatch):

@@ -170,7 +170,9 @@ def test_evaluate(run, monkeypatch, tmp_path):
     out = tmp_path / "e.json"
     code, said, _ = run(evaluate, *line, "--out", out)
     assert code == 0
-    assert asked == [((("a", "b"),), {"where": None, "by": ("country",)})]
+    assert asked == [
+        ((("a", "b"),), {"where": None, "by": ("country",), "within": None, "k": 10})
+    ]
     numbers = "AUC n/a  log loss 0.50000  NE 0.90000 ± 0.10000  calibration 1.0000"
     assert f"click: {numbers}  (9 rows, 4 of label 1)\n  at: {numbers}" in said
     assert json.loads(out.read_text())["groups"]["at"]["click"]["rows"] == 9

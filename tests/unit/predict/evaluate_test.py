@@ -5,7 +5,8 @@ import pytest
 from sklearn import metrics
 
 from loka_jax.predict import evaluate_files
-from loka_jax.predict.evaluate import quality_of
+from loka_jax.predict.evaluate import quality_of, ranking_of
+from loka_jax.report.comparison import Scored
 from tests.support.predict import predictor_of, write
 
 LINES = [
@@ -82,3 +83,53 @@ def test_each_label_is_judged_by_the_rows_that_have_it(tmp_path):
     path.write_text("buy,click,price,user,item\n" + "".join(lines))
     found = evaluate_files(model, path).overall
     assert (found["click"]["rows"], found["buy"]["rows"]) == (60, 30)
+
+
+def test_ranking_within_groups_is_that_of_scikit_learn():
+    groups = np.arange(60) % 7
+    scored = Scored(LOGITS + np.arange(60) / 1e3, LABELS.astype(float), np.ones(60))
+    found = ranking_of(scored, groups, 5)
+    by_group = [np.flatnonzero(groups == g) for g in range(7)]
+    ndcg = [
+        metrics.ndcg_score(LABELS[None, rows], scored.logits[None, rows], k=5)
+        for rows in by_group
+    ]
+    aucs = [metrics.roc_auc_score(LABELS[r], scored.logits[r]) for r in by_group]
+    assert found["ndcg"] == pytest.approx(np.mean(ndcg))
+    sizes = [len(rows) for rows in by_group]
+    assert found["gauc"] == pytest.approx(np.average(aucs, weights=sizes))
+    none = Scored(LOGITS, np.zeros(60), np.ones(60))
+    assert ranking_of(none, groups, 5) == {"gauc": None, "ndcg": None, "k": 5}
+
+
+def test_intervals_hold_the_truth_in_95_of_100_samples():
+    draw, held = np.random.default_rng(0), {"auc": 0, "calibration": 0}
+    truth = quality_of(*sample(draw, 400_000))
+    for _ in range(200):
+        found = quality_of(*sample(draw, 400))
+        for name in held:
+            held[name] += abs(found[name] - truth[name]) <= found[f"{name}_half"]
+    assert all(180 <= count <= 198 for count in held.values()), held
+
+
+def sample(draw, n):
+    x = draw.normal(-1, 1, n)
+    return x + 0.2, (draw.random(n) < 1 / (1 + np.exp(-x))).astype(float), np.ones(n)
+
+
+def test_dates_are_told_apart_by_days_and_groups_ranked(tmp_path):
+    model, _ = predictor_of(tmp_path)
+    lines = [
+        f"{x.strip()},2026-11-0{1 + i % 2}T0{i % 9}:00:00\n"
+        for i, x in enumerate(LINES)
+    ]
+    path = tmp_path / "d.csv"
+    path.write_text("label,price,user,item,at\n" + "".join(lines))
+    found = evaluate_files(model, path, by=("at",), within="user", k=3)
+    assert {k: v["label"]["rows"] for k, v in found.groups.items()} == {
+        "2026-11-01": 30,
+        "2026-11-02": 30,
+    }
+    assert 0 < found.overall["label"]["ndcg"] < 1
+    with pytest.raises(ValueError, match="--k 0 must be at least 1"):
+        evaluate_files(model, path, k=0)

@@ -102,4 +102,7 @@ def test_runs_on_other_data_are_not_comparable():
         ({"split": "valid"}, "one was evaluated on test, the other on valid"),
     ):
         other = ended(**{"label": "click"} | options)
-        assert lib.why_not_comparable(base, other) == why
+        runs = [lib.ComparedRun(name, x, {}) for name, x in (("a", base), ("b", other))]
+        assert lib.why_not_comparable(*runs) == why
+        again = [run._replace(again="day.parquet") for run in runs]
+        assert lib.why_not_comparable(*again) is None

@@ -109,13 +109,37 @@ def test_rows_are_counted_against_those_that_may_wait():
 def test_a_worker_says_who_it_is_and_when_it_ends():
     worker = app.Worker(Doubler(), app.Limits())
     said = asyncio.run(worker._health(SimpleNamespace()))
-    assert json.loads(said.text) == {"model": "doubler", "worker": os.getpid()}
+    own = {"columns": ["x"], "worker": os.getpid()}
+    assert json.loads(said.text) == {"model": "doubler"} | own
     worker._ending.set()
     asyncio.run(worker._close_at_end(SimpleNamespace(), response := web.Response()))
     assert response.headers.get("Connection") == "close"  # and come back
     for limit in ({"max_rows": 0}, {"wait_ms": float("nan")}, {"wait_ms": -1.0}):
         with pytest.raises(ValueError, match=r"--(max-r|wait-)\S+ \S+ must be at lea"):
             app.Limits(**limit)
+
+
+def test_requests_and_batches_are_counted_for_prometheus():
+    async def main():
+        worker = app.Worker(Doubler(), app.Limits(max_rows=8))
+        work = asyncio.create_task(worker._batcher.work())
+
+        def request(body):
+            read = mock.AsyncMock(return_value=body)
+            return SimpleNamespace(path="/score", read=read)
+
+        for body in (b'{"rows": [{"x": 1}, {"x": 2}]}', b"[]", b'{"rows": [{"x": 5}]}'):
+            await worker._metrics.counted(request(body), worker._score)
+        work.cancel()
+        return (await worker._measures(SimpleNamespace())).text
+
+    lines = dict(line.rsplit(" ", 1) for line in asyncio.run(main()).splitlines())
+    assert lines['loka_requests_total{status="200"}'] == "2.0"
+    assert lines['loka_requests_total{status="400"}'] == "1.0"
+    assert lines["loka_request_seconds_count"] == "3.0"
+    assert lines["loka_batch_rows_sum"] == "3.0"
+    assert lines['loka_batch_rows_bucket{le="1.0"}'] == "1.0"
+    assert lines["loka_waiting_rows"] == "0.0"
 
 
 def test_a_port_that_cannot_be_had_is_one_sentence():

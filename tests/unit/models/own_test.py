@@ -1,0 +1,73 @@
+"""A user's own module in a run: called as written, kept by name, refused early."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+
+from loka_jax.models import OwnModel, own_model
+from loka_jax.train.folder.config_file import from_json
+from loka_jax.train.settings import table_config
+from tests.support.own_models import Dropping, Plain, Wrong
+
+HERE = "tests.support.own_models"
+DENSE, ROWS = jnp.ones((4, 3)), jnp.linspace(-1, 1, 4 * 2 * 8).reshape(4, 2, 8)
+
+
+def test_it_computes_what_the_module_does():
+    model = own_model(Plain(widths=(16, 32)), recipe="f32")
+    variables = model.init(jax.random.key(0), DENSE, ROWS)
+    (own,) = variables["params"].values()
+    expected = Plain(widths=(16, 32)).apply({"params": own}, DENSE, ROWS)[:, 0]
+    found = model.apply(variables, DENSE, ROWS)
+    assert found.shape == (4,) and found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_train_is_passed_on():
+    model = OwnModel(own=f"{HERE}:Dropping", recipe="f32")
+    variables = model.init(jax.random.key(0), DENSE, ROWS)
+
+    def run(**options):
+        return np.asarray(model.apply(variables, DENSE, ROWS, **options))
+
+    rngs = {"dropout": jax.random.key(1)}
+    assert not np.array_equal(run(train=True, rngs=rngs), run())
+    assert own_model(Dropping(), recipe="f32") == model
+
+
+def test_a_configuration_keeps_it_by_name():
+    for model in (Plain(widths=(8,)), f"{HERE}:Plain"):
+        config = table_config(model)
+        assert from_json(config.identity(), "here") == config
+        assert config.name == "table_own"
+    assert table_config(Plain(widths=(8,))).model.own_options == '{"widths": [8]}'
+
+
+class Local(linen.Module):
+    """A field that no file can hold."""
+
+    f: object = None
+
+
+@pytest.mark.parametrize(
+    "model, why",
+    [
+        ("nowhere:Net", "'nowhere:Net' cannot be imported .ModuleNotFoundError"),
+        (f"{HERE}:Plian", "is no Flax Linen module: did you mean 'Plain'"),
+        (f"{HERE}:NoModel", "is no Flax Linen module"),
+        (3, "the model is a int, and must be a name"),
+        (Local(f=jnp.ones(2)), "could not be read again from the run's folder"),
+    ],
+    ids=str,
+)
+def test_what_a_run_cannot_keep_is_refused(model, why):
+    with pytest.raises(ValueError, match=why) as error:
+        table_config(model)
+    assert "\n" not in str(error.value)
+
+
+def test_other_shapes_than_logits_are_refused():
+    with pytest.raises(ValueError, match="return a logit for each"):
+        own_model(Wrong(), recipe="f32").init(jax.random.key(0), DENSE, ROWS)
