@@ -125,9 +125,9 @@ def step_by_parts(devices):
         return one_after_another(make_train_step(*parts, **OPTIONS))
 
 
-def gradients_by_parts(devices, network, probe, weights, state, batch, rows, key, _):
+def gradients_by_parts(devices, network, weights, state, batch, rows, key, _):
     """Returns gradients as of devices with a part of the batch each."""
-    one = functools.partial(gradients_of, network, probe, weights)
+    one = functools.partial(gradients_of, network, weights)
     total_weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
     size = len(batch.weights)
     parts = jax.tree.map(
@@ -144,7 +144,7 @@ def gradients_by_parts(devices, network, probe, weights, state, batch, rows, key
     )
     params = jax.tree.map(lambda x: jnp.sum(x, axis=0), grads.params)
     fp8 = jax.tree.map(lambda x: jnp.max(x, axis=0), grads.fp8)
-    return jnp.sum(loss), logits, stats, Gradients(params, rows, fp8, {})
+    return jnp.sum(loss), logits, stats, Gradients(params, rows, fp8)
 
 
 def placement(config, gradients="f32", tables=TABLES):

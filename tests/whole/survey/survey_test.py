@@ -38,8 +38,10 @@ def trained():
     state = run.init()
     for i in range(20):
         batch = run.splits.train.batch(Position(0, i % 10, 0), 32, shuffle=True)
-        probe = run.config.probe.config_at(i) if i < 3 else None
-        state = run.train_step(scales_initialized=False, probe=probe)(state, batch)
+        if i < 3:
+            seen = run.probe_step(run.config.probe.config_at(i))(state, batch)
+            state = dataclasses.replace(state, probe=seen)
+        state = run.train_step()(state, batch)
     return run, state
 
 

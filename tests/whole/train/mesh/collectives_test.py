@@ -38,7 +38,7 @@ def test_a_gradient_of_one_device_that_is_not_finite_is_seen_on_all():
     routed = RoutedBatch(lists, Counts(jnp.asarray(4), 0, 2.0))
 
     def merge(params, rows, scales):
-        grads = Gradients({"a": params[0]}, rows, {"x": scales[0]}, {})
+        grads = Gradients({"a": params[0]}, rows, {"x": scales[0]})
         is_finite = jnp.all(jnp.isfinite(rows))
         stats = {"moment": scales[0]}
         own = Outcome(jnp.ones(()), grads, stats, metrics.init(), is_finite)

@@ -38,25 +38,30 @@ def _plant_outlier(monkeypatch):
     The example has weight zero, and so adds nothing to drhs. Beside it, the other rows
     of `top_mlp/dense_0`'s lhs are zeros in FP8.
     """
-    plain, kills = Loop.step, [SINCE + 2]
+    step, observe, kills = Loop.step, Loop._observe, [SINCE + 2]
 
-    def planted(self, taken):
+    def planted(self, batch):
+        if self.progress.step < SINCE:
+            return batch
+        ids, weights = np.array(batch.ids), np.array(batch.weights)
+        ids[ids[:, 0] == PLANTED_ID, 0] = 0
+        ids[0, 0], weights[0] = PLANTED_ID, 0.0
+        return batch._replace(ids=ids, weights=weights)
+
+    def observe_planted(self, batch):
         if self.progress.step in kills:
             kills.clear()
             raise KeyboardInterrupt
         if self.progress.step == SINCE:
             table = self.state.table.at[PLANTED_ID].set(1e6)
             self.state = dataclasses.replace(self.state, table=table)
-        if self.progress.step >= SINCE:
-            ((position, batch),) = taken
-            ids, weights = np.array(batch.ids), np.array(batch.weights)
-            ids[ids[:, 0] == PLANTED_ID, 0] = 0
-            ids[0, 0], weights[0] = PLANTED_ID, 0.0
-            batch = batch._replace(ids=ids, weights=weights)
-            taken = [(position, batch)]
-        plain(self, taken)
+        observe(self, planted(self, batch))
 
-    monkeypatch.setattr(Loop, "step", planted)
+    def step_planted(self, taken):
+        step(self, [(position, planted(self, batch)) for position, batch in taken])
+
+    monkeypatch.setattr(Loop, "_observe", observe_planted)
+    monkeypatch.setattr(Loop, "step", step_planted)
 
 
 def test_sites_enter_fp8_by_live_errors_and_leave_it(tmp_path, monkeypatch):
