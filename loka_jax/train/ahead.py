@@ -14,6 +14,7 @@ import jax
 
 from loka_jax.data import Batch
 from loka_jax.train.build import Run
+from loka_jax.train.observe import probe_step
 from loka_jax.train.state import TrainState
 
 
@@ -23,7 +24,7 @@ def compile_ahead(run: Run, state: TrainState, batch: Batch) -> None:
     # Batches of an event log are of several sizes.
     if probe is None or run.placement.size > 1 or config.data.is_log:
         return
-    jobs = [run.probe_step(probe).ahead(state, batch)]
+    jobs = [probe_step(run, probe).ahead(state, batch)]
     if run.hoped is not None:
         jobs += _steps(run.hoped, batch)
 

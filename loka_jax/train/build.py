@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding
@@ -22,11 +21,9 @@ from loka_jax.dispatch.gradient_wire import GradientSum, choose_sum
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan, as_json
 from loka_jax.dispatch.review import Reviewer
-from loka_jax.measure.compiling import Ahead, untuned_here
-from loka_jax.ops.tap import Observer
+from loka_jax.measure.compiling import untuned_here
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
-from loka_jax.probe.site import ErrorsAlone, ProbeConfig
-from loka_jax.train import metrics, tasks
+from loka_jax.train import metrics
 from loka_jax.train.checkpoints.orbax_files import meet
 from loka_jax.train.config import Config
 from loka_jax.train.mesh.devices import BATCH, mesh_of, scaled_sums
@@ -36,15 +33,8 @@ from loka_jax.train.placement import Placement
 from loka_jax.train.planning import choose_plan, resumed_plan
 from loka_jax.train.processes.group import Processes, hosts
 from loka_jax.train.state import TrainState, init_state
-from loka_jax.train.step import (
-    TrainStep,
-    compiled_eval_step,
-    make_observe_step,
-    make_train_step,
-)
+from loka_jax.train.step import TrainStep, compiled_eval_step, make_train_step
 from loka_jax.train.tables.update import RowUpdate
-
-_MAX_EXAMPLES = 8192  # that a look runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,53 +186,6 @@ class Run:
             program = self.placement.train_program(step, steps, options)
             self.programs[key] = TrainStep(program)
         return self.programs[key]
-
-    @property
-    def parts_of_a_look(self) -> int:
-        """The parts of a batch of which a look runs one.
-
-        It has at most as many examples as a device has of a microbatch, and some
-        thousand, so that a look takes no more memory than a step, and not much time.
-        """
-        loop = self.config.loop
-        parts = loop.microbatches * self.placement.size
-        if self.config.data.is_log:  # whose batches are not divided
-            return parts
-        return parts * -(-loop.batch_size // (parts * _MAX_EXAMPLES))
-
-    def observe_step(self, observer: Observer) -> Callable[[TrainState, Batch], Any]:
-        """Returns what an observer tells of the sites at a part of a batch.
-
-        All devices run the same part; gradients are those of the batch's mean loss.
-        """
-        parts, weights = self.parts_of_a_look, self.config.optim.task_weights
-        observe = make_observe_step(self.planned, self.placement, observer, weights)
-
-        def observed(state: TrainState, batch: Batch) -> Any:
-            total_weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
-            if parts > 1:
-                rows = len(batch.labels) // parts
-                batch = jax.tree.map(lambda x: jnp.asarray(x)[:rows], batch)
-            return observe(state, batch, total_weight)
-
-        return observed
-
-    def probe_step(self, probe: ProbeConfig | ErrorsAlone) -> Ahead:
-        """Returns a function of state and batch: Probe's statistics after the batch.
-
-        It does not train, and is the same for the same argument.
-        """
-        if probe not in self.programs:
-            observer = dataclasses.replace(probe, copies=self.parts_of_a_look)
-            observe = self.observe_step(observer)
-
-            def step(state: TrainState, batch: Batch) -> Any:
-                return nn.merge_stats(state.probe, observe(state, batch), probe)
-
-            # It runs rarely: faster kernels would not make up for their search.
-            program = jax.jit(step, compiler_options=untuned_here())
-            self.programs[probe] = Ahead(program)
-        return self.programs[probe]
 
     def eval_step(self, model: nn.Planned) -> Any:
         """Returns the evaluation step of a model with the run's variables.

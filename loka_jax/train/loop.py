@@ -24,6 +24,7 @@ from loka_jax.train.logs import log_lines
 from loka_jax.train.logs.progress import TrainingProgress
 from loka_jax.train.logs.timing import Clock, Profiler
 from loka_jax.train.loop_options import LOOK_STEPS
+from loka_jax.train.observe import probe_step
 from loka_jax.train.processes import watchdog
 from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.state import TrainState
@@ -177,7 +178,7 @@ class Loop:
         probe = self.run.config.probe.config_at(self.progress.step)
         if probe is None:
             return
-        observe = self.run.probe_step(probe)
+        observe = probe_step(self.run, probe)
         with self.display.doing("observing" if observe.has_run else "compiling"):
             self._sync()
             seen = observe(self.state, batch)

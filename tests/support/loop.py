@@ -174,13 +174,6 @@ class StandInRun(Run):
         how = dict(scales_initialized=scales_initialized, steps=steps)
         return self.steps.setdefault(tuple(how.values()), Steps(self, how))
 
-    def probe_step(self, probe):
-        def observe(state, batch):
-            self.events.append(f"observe {int(batch.ids[0, 0])}")
-            return {"observed": state.step}
-
-        return mock.Mock(side_effect=observe, has_run=True)
-
 
 class _Record(RunRecord):
     def __init__(self, events):

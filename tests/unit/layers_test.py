@@ -36,6 +36,7 @@ mesh loop_options
 config
 model planning cross_choice
 planner build settings
+observe
 ahead evaluation
 watch
 first_order

@@ -23,6 +23,7 @@ from loka_jax.probe.site import Capture
 from loka_jax.recipe import Recipe, Role
 from loka_jax.site import Choice
 from loka_jax.train.build import Run
+from loka_jax.train.observe import observe_step, parts_of
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import named_sites
 from loka_jax.train.watch.host_state import Progress
@@ -148,9 +149,9 @@ def look_step(
     if not sites:
         return None
     recipes = tuple(dict.fromkeys(site.recipe for site in sites.values()))
-    copies = run.parts_of_a_look
+    copies = parts_of(run)
     observer = Capture(recipes=recipes, max_rows=MAX_ROWS, copies=copies)
-    observe = run.observe_step(observer)
+    observe = observe_step(run, observer)
 
     def look(state: TrainState, batch: Batch) -> Look:
         samples = by_path(observe(dataclasses.replace(state, probe={}), batch))

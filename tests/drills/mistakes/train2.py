@@ -97,10 +97,10 @@ MISTAKES = [
     ),
     Mistake(
         "looks at a part of a batch see gradients of its own mean loss",
-        f"{TRAIN}/build.py",
+        f"{TRAIN}/observe.py",
         "return observe(state, batch, total_weight)",
         "return observe(state, batch, None)",
-        "unit/train/build_test.py",
+        "unit/train/observe_test.py",
     ),
     Mistake(
         "a function that a thread has compiled is compiled again",

@@ -67,19 +67,24 @@ def test_probe_comes_before_the_steps_of_the_hoped_plan(monkeypatch, count, is_d
     config = support.config(steps_per_call=count).observed(64, ("fp8_rowwise",))
     run = mock.Mock(config=config, hoped=_Hoped(done, is_delayed=is_delayed))
     run.placement.size, run.hoped.config = 1, config
-    run.probe_step.return_value.ahead = lambda *given: lambda: done.append(given)
+    asked = mock.Mock(ahead=lambda *given: lambda: done.append(given))
+    probe_step = mock.Mock(return_value=asked)
+    monkeypatch.setattr(ahead, "probe_step", probe_step)
     ahead.compile_ahead(run, "state", "batch")
     first = [(False, 1)] if is_delayed else []
     later = [(is_delayed, steps) for steps in sorted({1, count})]
     assert done == [("state", "batch"), *first, *later]
-    run.probe_step.assert_called_once_with(config.probe.first())
+    probe_step.assert_called_once_with(run, config.probe.first())
 
 
 @pytest.mark.parametrize("devices, begin", [(2, 64), (1, None)])
-def test_nothing_is_compiled_ahead_over_a_mesh_or_without_probe(devices, begin):
+def test_nothing_is_compiled_ahead_over_a_mesh_or_without_probe(
+    monkeypatch, devices, begin
+):
+    monkeypatch.setattr(ahead, "probe_step", probe_step := mock.Mock())
     config = support.config()
     probe = dataclasses.replace(config.probe, begin=begin)
     run = mock.Mock(config=dataclasses.replace(config, probe=probe))
     run.placement.size = devices
     ahead.compile_ahead(run, "state", "batch")
-    run.probe_step.assert_not_called()
+    probe_step.assert_not_called()

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from loka_jax.data import WHOLE, Batch, Position
+from loka_jax.data import WHOLE, Position
 from loka_jax.dispatch.gradient_wire import GradientSum
 from loka_jax.dispatch.policy import Decision
 from loka_jax.optim import OptimConfig, make_schedule
@@ -95,30 +95,6 @@ def test_steps_of_the_hoped_plan_are_compiled_once(make_train_step):
     assert run.replanned(found).train_step() is step
     assert run.replanned(found).plan is found and run.replanned(found).hoped is None
     assert run.replanned(run.plan).train_step() is not step
-
-
-@pytest.mark.parametrize(
-    "microbatches, devices, most, parts",
-    [(1, 1, 99, 1), (3, 2, 99, 6), (1, 2, 99, 2), (1, 1, 8, 3), (1, 2, 11, 4)],
-    ids=["whole", "microbatches of devices", "a device", "a third", "half of a device"],
-)
-def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
-    monkeypatch, microbatches, devices, most, parts
-):
-    def observe(state, part, total_weight):
-        return {"rows": len(part.dense), "of": total_weight, "state": state}
-
-    made = mock.Mock(return_value=observe)
-    monkeypatch.setattr(build_lib, "make_observe_step", made)
-    monkeypatch.setattr(build_lib, "_MAX_EXAMPLES", most)
-    mesh = None if devices == 1 else MeshConfig(replicas=devices, shards=1)
-    run = run_of(mesh, batch_size=24, microbatches=microbatches)
-    ones = np.ones(24, np.float32)
-    batch = Batch(ones[:, None], np.zeros((24, 1), np.int32), ones, 0.5 * ones)
-    found = run.observe_step("observer")("state", batch)
-    assert found == {"rows": 24 // parts, "of": 12.0, "state": "state"}
-    made.assert_called_once_with(run.planned, run.placement, "observer", ())
-    assert run.parts_of_a_look == parts
 
 
 @pytest.mark.parametrize("steps, depth", [(1, 4), (3, 6)])

@@ -294,10 +294,19 @@ def test_scales_are_looked_at_every_eighth_step_and_at_the_end(watched, monkeypa
     assert (made.events[at - 1], made.events[at + 1]) == ("sync", "train on 10")
 
 
-def test_plans_are_reviewed_with_evaluations_but_not_at_the_end(watched):
+def test_plans_are_reviewed_with_evaluations_but_not_at_the_end(watched, monkeypatch):
     config = runs.config(log_every=50, eval_every=6)
     config = dataclasses.replace(config, probe=ProbeOptions(every=8))
-    made = make_loop(config, steps=14).train()
+    made = make_loop(config, steps=14)
+
+    def observe(state, batch):
+        made.events.append(f"observe {int(batch.ids[0, 0])}")
+        return {"observed": state.step}
+
+    stand_in = mock.Mock(side_effect=observe, has_run=True)
+    monkeypatch.setattr(loop_lib, "probe_step", lambda run, probe: stand_in)
+    monkeypatch.setattr(loop_lib, "compile_ahead", lambda *_: None)
+    made.train()
     reviews = [i for i, event in enumerate(made.events) if event == "review"]
     assert len(reviews) == 3
     before = [made.events[i - 1] for i in reviews]

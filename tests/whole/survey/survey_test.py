@@ -15,6 +15,7 @@ from loka_jax.site import BF16, Choice
 from loka_jax.survey import SurveyConfig, survey
 from loka_jax.survey.sensitivity import can_be_fp8, refusals
 from loka_jax.train.config import ProbeOptions
+from loka_jax.train.observe import probe_step
 from loka_jax.train.step import named_sites
 from tests.support import train as support
 
@@ -39,7 +40,7 @@ def trained():
     for i in range(20):
         batch = run.splits.train.batch(Position(0, i % 10, 0), 32, shuffle=True)
         if i < 3:
-            seen = run.probe_step(run.config.probe.config_at(i))(state, batch)
+            seen = probe_step(run, run.config.probe.config_at(i))(state, batch)
             state = dataclasses.replace(state, probe=seen)
         state = run.train_step()(state, batch)
     return run, state

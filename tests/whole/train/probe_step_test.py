@@ -10,6 +10,7 @@ import pytest
 from loka_jax.nn import ProbeConfig
 from loka_jax.train import build as build_lib
 from loka_jax.train.logs import log_lines
+from loka_jax.train.observe import probe_step
 from tests.support import train as support
 
 SIZE = 64
@@ -21,7 +22,7 @@ def test_probe_sees_the_rows_of_each_batch():
     probe = dataclasses.replace(config.probe, every=1)
     config = dataclasses.replace(config, model=model, probe=probe, plan="off")
     run = build_lib.build(config, None, lambda line: None)
-    observe, state = run.probe_step(ProbeConfig()), run.init()
+    observe, state = probe_step(run, ProbeConfig()), run.init()
     batches = [run.read(run.splits.train, i) for i in range(3)]
     for batch in batches:
         state = dataclasses.replace(state, probe=observe(state, batch))

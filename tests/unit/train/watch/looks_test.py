@@ -132,14 +132,15 @@ def test_a_look_returns_the_measures_of_each_site_by_its_casts(monkeypatch):
         numbers = error, operands, float(recipe == RECIPE), len(fp8_results)
         return jnp.stack([jnp.broadcast_to(jnp.float32(x), 3) for x in numbers], 1)
 
-    for name, part in dict(health=health, by_path=lambda seen: seen).items():
+    run, observe_step = mock.Mock(), mock.Mock(return_value=observe)
+    parts = dict(observe_step=observe_step, parts_of=lambda run: 6)
+    for name, part in dict(health=health, by_path=lambda seen: seen, **parts).items():
         monkeypatch.setattr(looks, name, part)
-    run = mock.Mock(parts_of_a_look=6, observe_step=mock.Mock(return_value=observe))
     state = dataclasses.replace(start_state(), probe={"site": jnp.ones(2)})
     found = looks.look_step(run, SITES)(state, jnp.float32(7))
     wanted = {"a": (1, 7, 0, 0), "b": (2, 7, 1, 2), "c": (2, 7, 1, 0)}
     for path, casts in wanted.items():
         np.testing.assert_allclose(found[path], [casts] * 3)
-    run.observe_step.assert_called_once_with(
-        Capture(recipes=(ROWWISE, RECIPE), max_rows=looks.MAX_ROWS, copies=6)
+    observe_step.assert_called_once_with(
+        run, Capture(recipes=(ROWWISE, RECIPE), max_rows=looks.MAX_ROWS, copies=6)
     )
