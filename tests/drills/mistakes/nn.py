@@ -87,14 +87,14 @@ MISTAKES = [
         f"{NN}/nnx_convert.py",
         "            old.set_value(x.get_value())\n",
         "            pass\n",
-        "unit/nn/nnx_convert_test.py",
+        "whole/nn/nnx_convert_test.py",
     ),
     Mistake(
         "an NNX model as written sees the delayed scales",
         f"{NN}/nnx_convert.py",
         "for name, x in vars(module).items() if _is_ours(x)]:",
         "for name, x in vars(module).items() if isinstance(x, _Place)]:",
-        "unit/nn/nnx_convert_test.py",
+        "whole/nn/nnx_convert_test.py",
     ),
     Mistake(
         "zeros of one operand's gradient do not keep its old row",

@@ -333,9 +333,9 @@ def test_probe_sees_a_converted_model():
 def test_the_state_of_a_site_without_a_gradient_stays_as_it_was():
     model = nn.convert(nnx.eval_shape(lambda: Pair(nnx.Rngs(0))), X, recipe=DELAYED)
     old = nnx.state(model, nn.Fp8State)
-    nnx.update(model, jax.tree.map(lambda _: stored_table(), old))
-    gradients = jax.tree.map(lambda _: 2 * stored_table(), old)
-    gradients["linear"] = jax.tree.map(np.zeros_like, gradients["linear"])
+    nnx.update(model, jax.tree.map(lambda _: jnp.asarray(stored_table()), old))
+    gradients = jax.tree.map(lambda _: jnp.asarray(2 * stored_table()), old)
+    gradients["linear"] = jax.tree.map(jnp.zeros_like, gradients["linear"])
     nn.take_scaling(model, gradients)
     found = nnx.state(model, nn.Fp8State)
     for name, factor in (("einsum", 2), ("general", 2), ("linear", 1)):

@@ -10,11 +10,6 @@ from flax import linen, nnx
 
 from loka_jax import nn
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT as STATES
-from loka_jax.ops.device import local_device
-from loka_jax.ops.matmul import matmul
-from loka_jax.ops.plan import resolve
-from loka_jax.site import Choice, SiteSpec
-from loka_jax.train.config import DlrmConfig
 from tests.support.nn import (
     DELAYED,
     gradients,
@@ -262,62 +257,11 @@ def test_all_variables_may_be_cast_and_forward_mode_is_refused_by_a_sentence():
     assert jax.eval_shape(jax.hessian(run), X[0]).shape == (32, 64, 64)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise"])
-def test_products_are_finite_where_float32_is(recipe):
-    x, w = 1e36 * X, rounded(64, 32, seed=1)
-    plan = resolve(
-        SiteSpec(m=32, k=64, n=32), Choice.parse(f"xla {recipe}"), local_device()
-    )
-    run = jax.jit(jax.grad(lambda x, w: matmul(x, w, plan=plan).sum(), argnums=(0, 1)))
-    assert np.isfinite(matmul(x, w, plan=plan)).all()
-    assert np.isfinite(run(x, w)[1]).all()
-    half = [v.astype(np.float16) for v in (np.abs(X) / 8, np.abs(w) / 8)]
-    for found, exact in zip(run(*half), run(*map(np.float32, half)), strict=True):
-        assert found.dtype == np.float16
-        np.testing.assert_allclose(found, exact, rtol=0.02)
-
-
 @pytest.mark.parametrize("name", ["module", "network"])
 def test_an_object_around_a_model_is_told_where_the_model_is(name):
     for model in (linen.Dense(8), nnx.Linear(4, 8, rngs=nnx.Rngs(0))):
         with pytest.raises(ValueError, match=f"its attribute '{name}'"):
             nn.convert(types.SimpleNamespace(**{name: model}))
-
-
-# As the model of `--config FILE.py:f`.
-
-
-class Untrained(linen.Module):
-    recipe: str = "bf16"
-
-    def __call__(self, dense_features, embeddings):
-        return dense_features
-
-
-class Trained(Untrained):
-    def __call__(self, dense_features, embeddings, *, train=False):
-        return dense_features
-
-
-class Nameless(linen.Module):
-    def __call__(self, dense_features, embeddings, *, train=False):
-        return dense_features
-
-
-@pytest.mark.parametrize(
-    "model, said",
-    [
-        (Untrained(), "a Untrained, .*train=True, which its __call__ does not take"),
-        (Nameless(), "a Nameless, has no field `recipe`"),
-        (nn.convert(Trained()), "is a Converted, and must be a Flax Linen module"),
-        (nnx.Linear(4, 8, rngs=nnx.Rngs(0)), "is a Linear, and must be a Flax Linen"),
-    ],
-    ids=range(4),
-)
-def test_a_model_that_training_cannot_call_is_refused(model, said):
-    assert DlrmConfig(name="mine", model=Trained()).model == Trained()
-    with pytest.raises(ValueError, match=said):
-        DlrmConfig(name="mine", model=model)
 
 
 @pytest.mark.parametrize("rows", [16, 128])
