@@ -19,12 +19,13 @@ from loka_jax.train.state import TrainState
 
 
 def compile_ahead(run: Run, state: TrainState, batch: Batch) -> None:
-    """Begins with it, if Probe begins later; of the arrays only types are read."""
+    """Begins with it, if the run has a use for it; of the arrays types are read."""
     config, probe = run.config, run.config.probe.first()
     # Batches of an event log are of several sizes.
     if probe is None or run.placement.size > 1 or config.data.is_log:
         return
-    jobs = [probe_step(run, probe).ahead(state, batch)]
+    observe = probe_step(run, probe)
+    jobs = [] if observe.has_run else [observe.ahead(state, batch)]
     if run.hoped is not None:
         jobs += _steps(run.hoped, batch)
 

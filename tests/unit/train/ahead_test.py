@@ -59,21 +59,24 @@ class _Hoped:
 
 
 @pytest.mark.parametrize("is_delayed", [False, True])
-@pytest.mark.parametrize("count", [1, 3])
-def test_probe_comes_before_the_steps_of_the_hoped_plan(monkeypatch, count, is_delayed):
+@pytest.mark.parametrize("count, has_run", [(1, False), (3, False), (1, True)])
+def test_probe_comes_before_the_steps_of_the_hoped_plan(
+    monkeypatch, count, has_run, is_delayed
+):
     done = []
     begin = lambda target, daemon: mock.Mock(start=target)  # noqa: E731
     monkeypatch.setattr(ahead.threading, "Thread", begin)
     config = support.config(steps_per_call=count).observed(64, ("fp8_rowwise",))
     run = mock.Mock(config=config, hoped=_Hoped(done, is_delayed=is_delayed))
     run.placement.size, run.hoped.config = 1, config
-    asked = mock.Mock(ahead=lambda *given: lambda: done.append(given))
+    asked = mock.Mock(ahead=lambda *x: lambda: done.append(x), has_run=has_run)
     probe_step = mock.Mock(return_value=asked)
     monkeypatch.setattr(ahead, "probe_step", probe_step)
     ahead.compile_ahead(run, "state", "batch")
     first = [(False, 1)] if is_delayed else []
     later = [(is_delayed, steps) for steps in sorted({1, count})]
-    assert done == [("state", "batch"), *first, *later]
+    observed = [] if has_run else [("state", "batch")]
+    assert done == [*observed, *first, *later]
     probe_step.assert_called_once_with(run, config.probe.first())
 
 
