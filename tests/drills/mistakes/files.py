@@ -80,14 +80,14 @@ MISTAKES = [
         f"{DATA}/generated.py",
         "(position.seed if is_train else self._seed) % 2**32",
         "position.seed % 2**32",
-        "unit/data/generated_test.py",
+        "whole/data/generated_test.py",
     ),
     Mistake(
         "the standard error has the wrong sign of the base rate",
         f"{DATA}/generated.py",
         "slope = math.log1p(-mean) - math.log(mean)",
         "slope = math.log(mean) - math.log1p(-mean)",
-        "unit/data/generated_test.py",
+        "whole/data/generated_test.py",
     ),
     Mistake(
         "the last block decides on the room for lists",
@@ -136,14 +136,14 @@ MISTAKES = [
         f"{DATA}/planted.py",
         "jnp.roll(latents, 1, axis=1)",
         "jnp.roll(latents, 1, axis=0)",
-        "unit/data/generated_test.py",
+        "whole/data/generated_test.py",
     ),
     Mistake(
         "shares are of deviations, not of variances",
         f"{DATA}/planted.py",
         "np.sqrt(SHARES) / np.maximum",
         "np.asarray(SHARES) / np.maximum",
-        "unit/data/generated_test.py",
+        "whole/data/generated_test.py",
     ),
     Mistake(
         "every process reads the whole batch ahead",

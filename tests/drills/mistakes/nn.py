@@ -31,7 +31,7 @@ MISTAKES = [
         f"{NN}/follow.py",
         "half=half, is_alone=alone",
         "half=1 - half, is_alone=alone",
-        "unit/nn/flow_test.py",
+        "whole/nn/converted_flow_test.py",
     ),
     Mistake(
         "a function of pairs of vectors is taken for the pairs",
