@@ -66,20 +66,22 @@ def jagged_attentions() -> list[Case]:
     return [case(size) for size in (64, 128, 256)]
 
 
+def _forward(plan: AttentionPlan, operands, dtype) -> Any:
+    """Returns the output of operands that E4M3 has."""
+    rows = [saturate(x, E4M3).astype(dtype) for x in operands[:4]]
+    return _both_ways(plan, (*rows, *operands[4:]), dtype)[0]
+
+
 def fp8_jagged_attentions() -> list[Case]:
     """Returns a case of each size of heads, forward, of operands that E4M3 has."""
-
-    def forward(plan: AttentionPlan, dtype, operands) -> Any:
-        rows = [saturate(x, E4M3).astype(dtype) for x in operands[:4]]
-        return _both_ways(plan, (*rows, *operands[4:]), dtype)[0]
 
     def case(size: int) -> Case:
         in_fp8 = AttentionPlan(None, why_not_fp8=None)
         return Case(
             f"attention in FP8 of heads of {size}",
             lambda: _operands(size),
-            lambda *x: forward(in_fp8, jnp.bfloat16, x),
-            lambda *x: forward(BY_XLA, jnp.float32, x),
+            lambda *x: _forward(in_fp8, x, jnp.bfloat16),
+            lambda *x: _forward(BY_XLA, x, jnp.float32),
             _FP8_NOISE,
         )
 
