@@ -22,7 +22,6 @@ from loka_jax.train.config import (
     OwnConfig,
     WukongConfig,
 )
-from loka_jax.train.cross_choice import choose_crosses
 
 _FEW_ROWS = 10_000  # of which a fifth validates: a tenth says too little
 _STEPS = 200  # of an epoch, at least, where batches have more than 64 rows
@@ -134,6 +133,8 @@ def settings_for(config: Config, say: Callable[[str], None]) -> Config:
     is_many, is_huge = n >= _MANY_ROWS, sum(schema.vocab_sizes) >= _HUGE_TABLES
     embedding = config.embedding
     if not embedding.crosses:
+        from loka_jax.train.cross_choice import choose_crosses  # which needs SciPy
+
         crosses = choose_crosses(splits, say)
         embedding = dataclasses.replace(embedding, crosses=crosses)
     model = config.model
