@@ -40,7 +40,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-# What plain `pytest` may take in `.ci/run`, so that it stays small: five minutes on many
+# What plain pytest may take in CI, so that it stays small: five minutes on many
 # machines. The slowest took 1.4 times that, 15 % more or less at a time.
 MOST_CPU_SECONDS, MOST_CPU_SECONDS_OF_A_TEST = 8 * 60, 30
 LONG_SECONDS = 600  # of a run or an interpreted kernel, on a busy machine too
