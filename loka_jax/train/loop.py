@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from loka_jax.data.batch import Batch, Dataset, Position, next_position
 from loka_jax.dispatch.plan import as_json
+from loka_jax.terminal import one_line
 from loka_jax.train import metrics
 from loka_jax.train.ahead import compile_ahead
 from loka_jax.train.build import Run
@@ -57,7 +58,7 @@ class Loop:
         """Starts or continues the run at `state` and `progress`."""
         self.clock = Clock(self.progress)
         self._scales_initialized = False
-        self._has_begun = False
+        self._has_begun = self._is_blind = False
         self._batch: Batch | None = None
         self._looks = Looks(self.display.say)
 
@@ -176,12 +177,20 @@ class Loop:
     def _observe(self, batch: Batch):
         """Learns of the sites by a batch, before a step that Probe observes."""
         probe = self.run.config.probe.config_at(self.progress.step)
-        if probe is None:
+        if probe is None or self._is_blind:
             return
         observe = probe_step(self.run, probe)
-        with self.display.doing("observing" if observe.has_run else "compiling"):
-            self._sync()
-            seen = observe(self.state, batch)
+        try:
+            with self.display.doing("observing" if observe.has_run else "compiling"):
+                self._sync()
+                seen = observe(self.state, batch)
+        except Exception as error:  # a compiler may raise any kind
+            if observe.has_run:
+                raise
+            self._is_blind = True  # nothing of the training is lost
+            reason = f"its program does not run ({one_line(error)})"
+            self.display.say(f"Probe observes this run no more: {reason}.")
+            return
         self.state = dataclasses.replace(self.state, probe=seen)
 
     def _steps_at_once(self) -> int:

@@ -324,6 +324,18 @@ def test_plans_are_reviewed_with_evaluations_but_not_at_the_end(watched, monkeyp
     assert made.loop.state.probe == {"observed": 10}
 
 
+def test_a_run_whose_probe_does_not_compile_trains_on(monkeypatch):
+    config = dataclasses.replace(runs.config(log_every=50), probe=ProbeOptions(every=4))
+    made = make_loop(config, steps=9)
+    broken = mock.Mock(side_effect=RuntimeError("no compiler"), has_run=False)
+    monkeypatch.setattr(loop_lib, "probe_step", lambda run, probe: broken)
+    monkeypatch.setattr(loop_lib, "compile_ahead", lambda *_: None)
+    assert made.train().loop.progress.step == 9
+    why = "its program does not run (RuntimeError: no compiler)"
+    assert made.said() == [f"Probe observes this run no more: {why}."]
+    broken.assert_called_once()
+
+
 def test_what_may_be_needed_is_compiled_once_after_the_first_step(monkeypatch):
     begun = []
     monkeypatch.setattr(loop_lib, "compile_ahead", lambda *given: begun.append(given))
