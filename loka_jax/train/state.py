@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array
 
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT, PROBE, Model, probing
 from loka_jax.ops import embedding
@@ -21,37 +21,38 @@ class TrainState:
     """Everything that a step reads and writes.
 
     Attributes:
-        step: steps taken, including skipped ones.
+        step: int32, steps taken, including skipped ones.
         params: dense parameters, which optax updates.
         fp8: scaling state of the sites; replaced every step, never optimized.
         batch_stats: running moments of batch norms.
         probe: Probe's statistics of the sites; empty without Probe.
         opt_state: state of the optax optimizer.
-        table: all embedding tables, stacked; not differentiated. A tuple of stacks if
-            there are several dims, see `stacks`.
+        table: float, [rows, dim], all embedding tables, stacked; not differentiated. A
+            tuple of stacks if there are several dims, see `stacks`.
         row_state: state of the row optimizer, likewise.
-        lr_scale: factor on the learning rates, lowered on plateaus.
-        skipped: number of skipped steps.
-        skipped_in_a_row: number of skipped steps since the last that was not.
-        bad_ids: number of ids out of range; they read zeros and update nothing.
-        grad_norm: global norm of the dense gradients, before clipping, of the newest
-            step that was not skipped.
+        lr_scale: float32, factor on the learning rates, lowered on plateaus.
+        skipped: int32, number of skipped steps.
+        skipped_in_a_row: int32, number of skipped steps since the last that was not.
+        bad_ids: int32, number of ids out of range; they read zeros and update nothing.
+        grad_norm: float32, global norm of the dense gradients, before clipping, of the
+            newest step that was not skipped.
         metrics: metrics of the training examples since the last log line.
     """
 
-    step: Int[Array, ""]
+    # JAX makes it of types too, as it lowers a step; so no field is of arrays only.
+    step: Any
     params: Any
     fp8: Any
     batch_stats: Any
     probe: Any
     opt_state: Any
-    table: PyTree[Float[Array, "_ _"]]
+    table: Any
     row_state: Any
-    lr_scale: Float[Array, ""]
-    skipped: Int[Array, ""]
-    skipped_in_a_row: Int[Array, ""]
-    bad_ids: Int[Array, ""]
-    grad_norm: Float[Array, ""]
+    lr_scale: Any
+    skipped: Any
+    skipped_in_a_row: Any
+    bad_ids: Any
+    grad_norm: Any
     metrics: metrics.MetricState
 
     @classmethod

@@ -75,7 +75,7 @@ def test_its_first_logits_are_those_of_the_regression(data, model):
     valid = run.splits.valid
     found = evaluate(run, state, valid)
     fitted = baselines.fit_regressions(run.splits.train, valid)
-    rows = baselines._sample(valid, 10**6)  # in another order
+    rows = baselines.sample(valid, 10**6)  # in another order
     expected = np.stack([regression.logits(rows) for regression in fitted], axis=1)
     logits = found.logits.reshape(len(found.logits), -1)
     real = np.sort(logits[found.weights > 0], axis=0)
