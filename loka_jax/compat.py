@@ -5,9 +5,11 @@
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax.extend.core as jex
+from jax._src import config
 from jaxlib.mlir import ir
 
 # Events of `jax.monitoring`, whose names JAX may change.
@@ -35,6 +37,15 @@ def name_kernels_alike() -> None:
         return options
 
     dialect.get_or_set_dump_options = unnumbered
+
+
+def random_bits_by_kernel() -> AbstractContextManager[Any]:
+    """Has programs that are lowered within take random bits from JAX's kernel on a GPU.
+
+    XLA's code, the same bits, took ten seconds to compile for a wide model's parameters
+    and two with the kernel. That holds the bits in memory beside what is made of them.
+    """
+    return config.threefry_gpu_kernel_lowering(True)
 
 
 def evaluate(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:

@@ -32,7 +32,7 @@ from loka_jax.train.model import model_of
 from loka_jax.train.placement import Placement
 from loka_jax.train.planning import choose_plan, resumed_plan
 from loka_jax.train.processes.group import Processes, hosts
-from loka_jax.train.state import TrainState, init_state
+from loka_jax.train.state import TrainState, init_without_tables
 from loka_jax.train.step import TrainStep, compiled_eval_step, make_train_step
 from loka_jax.train.tables.update import RowUpdate
 
@@ -118,15 +118,13 @@ class Run:
         schema, stddev = self.splits.train.schema, self.config.embedding.init_stddev
 
         def init(key: jax.Array) -> TrainState:
-            state = init_state(
+            state = init_without_tables(
                 key,
                 model=self.planned.by_xla(),
                 tables=self.placement.tables,
                 num_dense=len(schema.dense),
                 log_inputs=self.log_inputs,
                 optimizer=self.optimizer,
-                row_optimizer=self.row_update.optimizer,
-                init_stddev=stddev,
                 probe=self.config.probe.first(),
             )
             seen = metrics.init(weighted=schema.weighted, tasks=len(schema.labels))

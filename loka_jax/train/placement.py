@@ -15,13 +15,14 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 from jaxtyping import Array, Bool, Float, Int
 
+from loka_jax import compat
 from loka_jax.data import WHOLE, Batch, Part, Position
 from loka_jax.ops.row_order import Order
 from loka_jax.ops.tables import Tables
 from loka_jax.train import metrics
 from loka_jax.train.checkpoints.row_layout import RowLayout
 from loka_jax.train.gradients import Gradients
-from loka_jax.train.state import TrainState
+from loka_jax.train.state import TrainState, init_tables
 from loka_jax.train.tables import lookup
 from loka_jax.train.tables.stacks import by_stack, regroup, split
 from loka_jax.train.tables.update import RowUpdate, update_table
@@ -128,10 +129,13 @@ class Placement:
     ) -> TrainState:
         """Returns the state before the first step, its tables made where they lie.
 
-        With the key, `init` gives the state of one device.
+        With the key, `init` gives the state without tables.
         """
-        del stddev, row_optimizer
-        return jax.jit(init)(key)
+        with compat.random_bits_by_kernel():
+            state = jax.jit(init)(key)
+        how = self.tables, row_optimizer, stddev
+        parts = jax.jit(lambda key: init_tables(key, *how))(key)
+        return dataclasses.replace(state, **parts)
 
     def train_program(self, step: Callable, steps: int, options: dict[str, Any]) -> Any:
         """Returns steps of `make_train_step`, compiled, their state donated.

@@ -1,5 +1,6 @@
 """The state of a training run: one pytree, saved and restored whole."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -83,7 +84,31 @@ def init_state(
     Args:
         log_inputs: shapes of the model's inputs of an event log.
     """
-    model_key, table_key = jax.random.split(key)
+    state = init_without_tables(
+        key,
+        model=model,
+        tables=tables,
+        num_dense=num_dense,
+        optimizer=optimizer,
+        log_inputs=log_inputs,
+        probe=probe,
+    )
+    parts = init_tables(key, tables, row_optimizer, init_stddev)
+    return dataclasses.replace(state, **parts)
+
+
+def init_without_tables(
+    key: Array,
+    *,
+    model: Model,
+    tables: Tables,
+    num_dense: int,
+    optimizer: optax.GradientTransformation,
+    log_inputs: tuple[Any, ...] | None = None,
+    probe: Observer | None = None,
+) -> TrainState:
+    """Returns `init_state` without what `init_tables` returns."""
+    model_key, _ = jax.random.split(key)
     with probing(probe):
         inputs: Any = (
             jnp.zeros((1, num_dense)),
@@ -92,11 +117,6 @@ def init_state(
         if log_inputs is not None:
             inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), log_inputs)
         variables = project(model, tables).init(model_key, *inputs)
-    table = by_stack(
-        lambda spec, key: embedding.init_table(key, spec, init_stddev),
-        tables,
-        table_keys(table_key, tables),
-    )
     params = variables["params"]
     return TrainState.at_start(
         params=params,
@@ -104,9 +124,23 @@ def init_state(
         batch_stats=variables.get("batch_stats", {}),
         probe=variables.get(PROBE, {}),
         opt_state=optimizer.init(params),
-        table=table,
-        row_state=by_stack(lambda _, x: row_optimizer.init(x), tables, table),
+        table=(),
+        row_state=(),
     )
+
+
+def init_tables(
+    key: Array, tables: Tables, row_optimizer: Any, stddev: float
+) -> dict[str, Any]:
+    """Returns the tables of a state before the first step, and `row_state`."""
+    _, key = jax.random.split(key)
+    table = by_stack(
+        lambda spec, key: embedding.init_table(key, spec, stddev),
+        tables,
+        table_keys(key, tables),
+    )
+    row_state = by_stack(lambda _, x: row_optimizer.init(x), tables, table)
+    return {"table": table, "row_state": row_state}
 
 
 def table_keys(key: Array, tables: Tables) -> Any:

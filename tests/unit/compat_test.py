@@ -63,3 +63,14 @@ def test_jax_tells_of_compilations(event):
     jax.monitoring.register_event_duration_secs_listener(listen)
     jax.jit(lambda x: x + len(event))(1.5)
     assert event in events
+
+
+def test_random_bits_are_of_a_kernel_where_they_are_asked_for():
+    def lowered():
+        traced = jax.jit(lambda key: jax.random.normal(key, (64,)))
+        return traced.trace(jax.random.key(0)).lower(lowering_platforms=("cuda",))
+
+    with compat.random_bits_by_kernel():
+        by_kernel = lowered().as_text()
+    assert "threefry2x32_ffi" in by_kernel
+    assert "threefry2x32_ffi" not in lowered().as_text()

@@ -30,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool
 
+from loka_jax import compat
 from loka_jax.data import Batch, Part, Position
 from loka_jax.data.prefetch import placed
 from loka_jax.dispatch.gradient_wire import GradientSum
@@ -182,7 +183,7 @@ class MeshPlacement(Placement):
         row_optimizer: Any,
     ) -> TrainState:
         # Row by row these are the tables of one device, but for the last bit, as XLA
-        # may multiply constants in another order. Its own tables are not computed.
+        # may multiply constants in another order.
         def part(spec: TableSpec, key: Array) -> tuple[Array, Any]:
             order = order_of(spec)
             count = order.shards // self.mesh.shape[SHARD]
@@ -203,10 +204,13 @@ class MeshPlacement(Placement):
             program = map_shards(make, self.mesh, P(), P(SHARD))
             parts = program(table_keys(table_key, self.tables))
             table, row_state = regroup(self.tables, parts)
-            return vars(init(key)) | {"table": table, "row_state": row_state}
+            return {"table": table, "row_state": row_state}
 
-        out_shardings = shardings(self.mesh, state_specs())
-        return TrainState(**jax.jit(parts_of, out_shardings=out_shardings)(key))
+        alike, sharded = shardings(self.mesh, (P(), P(SHARD)))
+        with compat.random_bits_by_kernel():
+            state = jax.jit(init, out_shardings=alike)(key)
+        parts = jax.jit(parts_of, out_shardings=sharded)(key)
+        return dataclasses.replace(state, **parts)
 
     @override
     def train_program(
