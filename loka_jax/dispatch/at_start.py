@@ -128,7 +128,10 @@ def _is_fp8(job: Job) -> bool:
 
 
 def measure_into_cache(
-    jobs: Sequence[Job], seconds: float, on_demand: Iterator[Job | None] | None = None
+    jobs: Sequence[Job],
+    seconds: float,
+    on_demand: Iterator[Job | None] | None = None,
+    turns: str | None = None,
 ) -> Iterator[tuple[Job, Table]]:
     """Yields each job and what it measured, which is in the user's cache then.
 
@@ -137,11 +140,11 @@ def measure_into_cache(
 
     Args:
         on_demand: which of the jobs is next; their own order if None.
+        turns: as in `measure_all`.
     """
     workers = fitting(_WORKERS, jobs)
-    measured = measure_all(
-        on_demand or jobs, workers, lambda sentence: None, seconds=seconds
-    )
+    own, silent = on_demand or jobs, lambda sentence: None
+    measured = measure_all(own, workers, silent, seconds=seconds, turns=turns)
     for job, entry in measured:
         lasting = {name: x for name, x in entry.failures.items() if x != NO_MEMORY}
         kept = dataclasses.replace(entry, failures=lasting)

@@ -49,6 +49,7 @@ def check_plan(
     *,
     pass_name: str = "training",
     budget: str = "--dispatch.check-seconds",
+    turns: str | None = None,
 ) -> CheckedPlan:
     """Returns a plan for a pass, without choices that were never checked.
 
@@ -56,18 +57,18 @@ def check_plan(
 
     Args:
         budget: the user's name for it.
+        turns: as in `measure_all`.
     """
     plan, left = make_plan(performance), seconds
     while left > 0:
-        plans = (plan, make_plan(performance.hopeful(_DOUBT)))
-        if not (jobs := unchecked(plans, sites, performance, pass_name)):
+        if not (jobs := to_check(make_plan, sites, performance, pass_name)):
             break
         say(
             f"Checking and timing {len(jobs)} kernels that run for the first time, for "
             f"{left:.0f} seconds at most."
         )
         start = time.monotonic()
-        for _, measured in measure_into_cache(jobs, left):
+        for _, measured in measure_into_cache(jobs, left, turns=turns):
             table = performance.table.merged(measured)
             performance = performance.with_table(table)
         left -= time.monotonic() - start
@@ -94,6 +95,17 @@ def check_plan(
             "so do fewer examples a batch.",
         )
     return CheckedPlan(plan, performance, notes)
+
+
+def to_check(
+    make_plan: Callable[[PerformanceModel], DispatchPlan],
+    sites: Sequence[Site],
+    performance: PerformanceModel,
+    pass_name: str = "training",
+) -> list[Job]:
+    """Returns the first jobs of `check_plan`."""
+    plans = (make_plan(performance), make_plan(performance.hopeful(_DOUBT)))
+    return unchecked(plans, sites, performance, pass_name)
 
 
 def as_if_accurate(sites: Sequence[Site]) -> dict[str, RoleErrors]:

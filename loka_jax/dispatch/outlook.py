@@ -6,8 +6,8 @@ tried on it: errors or rows were replaced, and the plan made again.
 FP8 that a run may enter later is worth it if it saves more of the run than it takes:
 
     saves    (time of the sites now - by the faster plan) * steps left
-    costs    the programs that the run waits for: an evaluation, and the training steps
-             that no thread has compiled meanwhile
+    costs    what the run waits for: the program of an evaluation, and what no thread
+             has done meanwhile: checks of kernels, programs of training steps
 
 Both are estimates by the times of the sites and by their number, so that runs on one
 kind of device decide alike.
@@ -34,6 +34,8 @@ _LARGER = (4, 16)  # batches that are tried
 # Of a training step with so many sites, and of an evaluation: Wukong M's 30 sites took
 # 27 and 6 s on an H200.
 _STEP_SECONDS_A_SITE, _EVALUATION_SECONDS_A_SITE = 0.9, 0.2
+# A check of kernels: processes start, and 14 kernels took 40 s, four at a time.
+_CHECK_SECONDS, _CHECK_SECONDS_A_KERNEL = 12.0, 2.0
 STEPS = 2  # programs of steps in FP8: the first, which makes scales, and all later ones
 
 # From sites, what is known of the times and, if they are not the table's, errors.
@@ -205,27 +207,32 @@ def entering(
     faster: DispatchPlan,
     steps: int,
     *,
-    programs: int,
+    waits: float,
 ) -> Entering:
     """Returns what a faster plan saves of some steps, and what entering it costs.
 
     Args:
-        programs: the steps that are compiled while the run waits.
+        waits: the seconds for which the run waits, beside those of an evaluation.
     """
     now, then = (sites_us(x, sites, performance) for x in (plan, faster))
-    a_site = _EVALUATION_SECONDS_A_SITE + programs * _STEP_SECONDS_A_SITE
-    return Entering((now - then) * max(steps, 0) / 1e6, a_site * len(sites))
+    costs = _EVALUATION_SECONDS_A_SITE * len(sites) + waits
+    return Entering((now - then) * max(steps, 0) / 1e6, costs)
+
+
+def seconds_of(sites: Sequence[Site], programs: int, kernels: int = 0) -> float:
+    """Returns the seconds of compiling programs of steps, and of checking kernels."""
+    checks = _CHECK_SECONDS + kernels * _CHECK_SECONDS_A_KERNEL if kernels else 0.0
+    return programs * _STEP_SECONDS_A_SITE * len(sites) + checks
 
 
 def steps_meanwhile(
     sites: Sequence[Site],
     performance: PerformanceModel,
     plan: DispatchPlan,
-    programs: int,
+    seconds: float,
 ) -> int:
-    """Returns the steps by a plan that take as long as some programs' compilation.
+    """Returns the steps by a plan that take some seconds.
 
     At most: a step takes longer than its sites.
     """
-    us = sites_us(plan, sites, performance)
-    return math.ceil(programs * _STEP_SECONDS_A_SITE * len(sites) * 1e6 / us)
+    return math.ceil(seconds * 1e6 / sites_us(plan, sites, performance))

@@ -41,6 +41,7 @@ def measure_all(
     say: Callable[[str], None],
     *,
     seconds: float | None = None,
+    turns: str | None = None,
 ) -> Iterator[tuple[Job, Entry]]:
     """Yields jobs and their measurements, in the order in which they finish.
 
@@ -50,13 +51,15 @@ def measure_all(
         workers: processes, see `fitting`.
         say: takes a line on each job, and on each failure.
         seconds: after which the processes are ended, without the jobs that are left.
+        turns: the folder of their turns on the GPU, see `gpu_turn`; None for one of
+            their own.
     """
     jobs = iter(jobs)
     until = math.inf if seconds is None else time.monotonic() + seconds
     running: set[futures.Future] = set()
     # Threads wait for processes; each keeps one from job to job.
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        folder = turns or stack.enter_context(tempfile.TemporaryDirectory())
         pool = stack.enter_context(futures.ThreadPoolExecutor(workers))
         idle: queue.Queue[Worker] = queue.Queue()
         for _ in range(workers):

@@ -1,14 +1,15 @@
-"""Compiles what a run may need next, in a thread, while it trains on one device.
+"""Makes what a run may need next, in a thread, while it trains on one device.
 
-    probe      what Probe learns of the sites, before its first step
-    hoped      the steps of the plan that the first review is to choose
+    probe      compiles what Probe learns of the sites by
+    hope       checks the kernels of the plan that the first review is to choose
+    steps      compiles the steps of this plan
 
 One after another, as Python traces them, which slows the loop's own steps. The loop
 waits for a program that it needs before the thread has it.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -18,7 +19,7 @@ from loka_jax.train.observe import probe_step
 from loka_jax.train.state import TrainState
 
 
-def compile_ahead(run: Run, state: TrainState, batch: Batch) -> None:
+def make_ahead(run: Run, state: TrainState, batch: Batch) -> None:
     """Begins with it, if the run has a use for it; of the arrays types are read."""
     config, probe = run.config, run.config.probe.first()
     # Batches of an event log are of several sizes.
@@ -26,14 +27,31 @@ def compile_ahead(run: Run, state: TrainState, batch: Batch) -> None:
         return
     observe = probe_step(run, probe)
     jobs = [] if observe.has_run else [observe.ahead(state, batch)]
-    if run.hoped is not None:
-        jobs += _steps(run.hoped, batch)
+    if run.hope is None:
+        _begin(jobs)
+        return
+    run.hope.is_ready.clear()
+    _begin([*jobs, lambda: _make_hoped(run, batch)])
 
+
+def _begin(jobs: Sequence[Callable[[], None]]) -> None:
     def work():
         for job in jobs:
             job()
 
     threading.Thread(target=work, daemon=True).start()
+
+
+def _make_hoped(run: Run, batch: Batch) -> None:
+    """Checks the plan that a run hopes for, and compiles its steps if it is another."""
+    assert run.hope is not None
+    try:
+        is_new = run.hoped.plan.choices != run.plan.choices
+        jobs = _steps(run.hoped, batch) if is_new else []
+    finally:
+        run.hope.is_ready.set()
+    for job in jobs:
+        job()
 
 
 def _steps(run: Run, batch: Batch) -> list[Callable[[], None]]:

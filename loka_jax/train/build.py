@@ -1,10 +1,11 @@
 """Makes everything a run needs from its configuration, before anything is trained."""
 
+import contextlib
 import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +19,7 @@ from loka_jax.data import Batch, Dataset, Position, Splits, open_data
 from loka_jax.data.prefetch import Batches, prefetch
 from loka_jax.data.shards import ShardFolder
 from loka_jax.dispatch.gradient_wire import GradientSum, choose_sum
+from loka_jax.dispatch.hope import Hope
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan, as_json
 from loka_jax.dispatch.review import Reviewer
@@ -52,8 +54,8 @@ class Run:
         reviewer: changes the plan by live errors; None where they change nothing, as
             Probe observes none, or the plan was not made by times.
         total_steps: steps of the whole run, if nothing ends it early.
-        hoped_plan: the one that the first review chooses if errors are as small as they
-            may be; None if it would change nothing.
+        hope: the plan that the first review chooses if errors are as small as they may
+            be; None if it would change nothing.
         log_inputs: shapes of what the model is initialized with, of an event log.
     """
 
@@ -70,7 +72,7 @@ class Run:
     row_update: RowUpdate
     steps_per_epoch: int
     total_steps: int
-    hoped_plan: DispatchPlan | None = None
+    hope: Hope | None = None
     log_inputs: tuple[Any, ...] | None = None
     # A copy of a run, as under another plan, has none yet.
     programs: dict[Any, Any] = dataclasses.field(
@@ -92,16 +94,41 @@ class Run:
 
     def replanned(self, plan: DispatchPlan) -> "Run":
         """Returns the run under another plan; steps of the hoped one are compiled."""
-        run = dataclasses.replace(self, plan=plan, hoped_plan=None)
-        if self.hoped is not None and self.hoped.plan.choices == plan.choices:
+        run = dataclasses.replace(self, plan=plan)
+        if self.has_steps_of(plan):
             run.programs.update(self.hoped.programs)
         return run
 
     @functools.cached_property
-    def hoped(self) -> "Run | None":
-        """The run under the hoped plan."""
-        plan = self.hoped_plan
-        return plan and dataclasses.replace(self, plan=plan, hoped_plan=None)
+    def hoped(self) -> "Run":
+        """The run under the plan that it hopes for, whose kernels are checked first."""
+        plan = self.plan if self.hope is None else self.hope.checked().plan
+        return dataclasses.replace(self, plan=plan)
+
+    def has_steps_of(self, plan: DispatchPlan) -> bool:
+        """Returns whether a plan is the hoped one, whose steps were made ahead."""
+        return "hoped" in vars(self) and self.hoped.plan.choices == plan.choices
+
+    @contextlib.contextmanager
+    def turn(self, begun: Callable[[], Any]) -> Iterator[None]:
+        """Leaves the GPU to kernels that are timed meanwhile, before and after a block.
+
+        `begun` returns the arrays that are ready when all of the block has run.
+        """
+        none = contextlib.nullcontext(False)
+        with none if self.hope is None else self.hope.turn() as beside_timers:
+            yield
+            if beside_timers:
+                jax.block_until_ready(begun())
+
+    @property
+    def reviewer_now(self) -> Reviewer | None:
+        """The reviewer, who knows of all checks; may wait for them."""
+        if self.reviewer is None or self.hope is None:
+            return self.reviewer
+        self.hope.is_ready.wait()
+        known = self.hope.checked().performance.measured()
+        return dataclasses.replace(self.reviewer, performance=known)
 
     @property
     def source(self) -> str:
@@ -247,7 +274,7 @@ def build(
     if saved is None:
         chosen = choose_plan(config, sites, total_steps, say, source=source)
     else:
-        chosen = resumed_plan(config, saved, sites)
+        chosen = resumed_plan(config, saved, sites, say, source=source)
     if chosen.observed is not None:
         config = config.observed(*chosen.observed)
     run = Run(
@@ -260,7 +287,7 @@ def build(
         plan_notes=chosen.notes,
         outlook=chosen.outlook,
         reviewer=_reviewer(config, sites, chosen.performance, source),
-        hoped_plan=chosen.hoped,
+        hope=chosen.hope,
         optimizer=make_dense_optimizer(config.optim, total_steps),
         schedule=jax.jit(make_schedule(config.optim.lr, config.optim, total_steps)),
         row_update=_row_update(config, total_steps, groups),

@@ -15,7 +15,7 @@ from loka_jax.data.batch import Batch, Dataset, Position, next_position
 from loka_jax.dispatch.plan import as_json
 from loka_jax.terminal import one_line
 from loka_jax.train import metrics
-from loka_jax.train.ahead import compile_ahead
+from loka_jax.train.ahead import make_ahead
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoints import row_layout
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
@@ -88,17 +88,18 @@ class Loop:
         with self.run.prefetched(start, left) as batches:
             source = iter(self.run.placement.look_ahead(batches))
             while pairs := list(itertools.islice(source, self._steps_at_once())):
-                self._look_at_operands(pairs[0][1])
-                self._observe(pairs[0][1])
-                self.step(pairs)
-                self._look_at_scales(pairs[-1][1])
-                if self.clock.has_compiled():  # which no rate is to count
-                    self._tick()
-                    self.clock.rewind(self.progress)
-                if self._is_due(loop.log_every):
-                    self._log()
-                if self._evaluation_is_due():
-                    self.evaluate()
+                with self.run.turn(lambda: self.state):
+                    self._look_at_operands(pairs[0][1])
+                    self._observe(pairs[0][1])
+                    self.step(pairs)
+                    self._look_at_scales(pairs[-1][1])
+                    if self.clock.has_compiled():  # which no rate is to count
+                        self._tick()
+                        self.clock.rewind(self.progress)
+                    if self._is_due(loop.log_every):
+                        self._log()
+                    if self._evaluation_is_due():
+                        self.evaluate()
                 if self._review_is_due():
                     self._review_plan()
                 if self._save_is_due():
@@ -162,7 +163,7 @@ class Loop:
         self.profiler.after(step, self.state)
         if compiles and not self._has_begun:
             self._has_begun = True
-            compile_ahead(self.run, self.state, batches[-1])
+            make_ahead(self.run, self.state, batches[-1])
         rows = self.run.splits.train.num_examples
         size = self.run.config.loop.batch_size
         examples = sum(min(size, rows - position.step * size) for position in positions)
@@ -235,10 +236,11 @@ class Loop:
         self.progress = self._looks.read(self.progress)
         if self._ends():
             return
-        probe = self.state.probe
-        say = self.display.say
-        if followed := replan.agreed_review(self.run, probe, self.progress, say):
-            self._change(followed)
+        seen, say = (self.state.probe, self.progress), self.display.say
+        with self.display.doing("reviewing the plan"), watchdog.resting():
+            change = replan.agreed_review(self.run, *seen, say)
+        if change is not None:
+            self._change(change)
 
     def _ready_for_initialized_step(self) -> bool:
         """Returns whether delayed scales are initialized, judged by the state alone."""

@@ -15,8 +15,10 @@ from loka_jax.dispatch.first_use import (
     CheckedPlan,
     as_if_accurate,
     check_plan,
+    to_check,
     without_errors,
 )
+from loka_jax.dispatch.hope import Hope
 from loka_jax.dispatch.learned import kept_errors
 from loka_jax.dispatch.local import Local, local_performance, performance_of
 from loka_jax.dispatch.outlook import (
@@ -25,6 +27,7 @@ from loka_jax.dispatch.outlook import (
     Remedies,
     entering,
     last_line,
+    seconds_of,
     steps_meanwhile,
 )
 from loka_jax.dispatch.performance import PerformanceModel
@@ -58,8 +61,8 @@ class ChosenPlan(NamedTuple):
     Attributes:
         observed: how Probe is to observe a run that leaves it to its plan; None if it
             is not to.
-        hoped: the plan of a review that finds all errors within the limits; None
-            without such a review, or if it would change nothing.
+        hope: the plan of a review that finds all errors within the limits; None without
+            such a review, or if it would change nothing.
         outlook: what the plan gains, or what keeps FP8 out of it, as a sentence.
     """
 
@@ -67,7 +70,7 @@ class ChosenPlan(NamedTuple):
     notes: tuple[str, ...] = ()
     performance: PerformanceModel | None = None
     observed: Observed | None = None
-    hoped: DispatchPlan | None = None
+    hope: Hope | None = None
     outlook: str = ""
 
 
@@ -134,10 +137,8 @@ class _ByTimes:
         every = self.config.probe.every
         plan, performance, notes = self._checked(performance, self.kept)
         chosen = ChosenPlan(plan, notes, performance)
-        if every:  # a review promotes to what was checked
-            hope = as_if_accurate(self.sites)
-            hoped, performance, _ = self._checked(performance, hope)
-            return chosen._replace(performance=performance, hoped=hoped)
+        if every:
+            return chosen._replace(hope=self.hope(performance))
         if every == 0:
             return chosen
         if any(choice.is_fp8 and path in self.kept for path, choice in plan.choices):
@@ -160,36 +161,50 @@ class _ByTimes:
         unknown = [site for site in self.sites if site.path not in self.kept]
         unknown = without_errors(unknown, performance, self.source)
         hope = self.kept | as_if_accurate(unknown)
-        fast = self._make(self.sites, performance, hope)
+
+        def make(known: PerformanceModel) -> DispatchPlan:
+            return self._make(self.sites, known, hope)
+
+        fast = make(performance)
         if fast.choices == chosen.plan.choices:
             return chosen
-        begin, worth = self._entering(performance, chosen.plan, fast)
+        kernels = len(to_check(make, self.sites, performance))
+        begin, worth = self._entering(performance, chosen.plan, fast, kernels)
         if begin is None:
             note = (
                 "The errors of its FP8 are not known, and this run is too short to "
                 f"look for them: {worth} ({_REMEDIES.errors}, for later runs too)."
             )
             return chosen._replace(notes=(*chosen.notes, note))
-        plan = chosen.plan
-        if worth.pays:  # a review promotes to what was checked
-            fast, performance, _ = self._checked(performance, hope)
-            plan = self._make(self.sites, performance, self.kept)
-            begin, worth = self._entering(performance, plan, fast)
-            if begin is None:
-                return chosen
         where = f"from step {begin:,} on, " if begin else ""
         note = (
             f"Probe observes every {LOOK_EVERY}th step, {where}to learn the errors of "
             f"its FP8 for {'this run' if worth.pays else 'later runs'}: {worth} "
             "(--probe.every 0 observes none)."
         )
-        notes = (*chosen.notes, note)
-        observed = Observed(begin, _families(fast))
-        hoped = fast if worth.pays else None
-        return ChosenPlan(plan, notes, performance, observed=observed, hoped=hoped)
+        return chosen._replace(
+            notes=(*chosen.notes, note),
+            observed=Observed(begin, _families(fast)),
+            hope=self.hope(performance, hope) if worth.pays else None,
+        )
+
+    def hope(
+        self,
+        performance: PerformanceModel,
+        errors: Mapping[str, RoleErrors] | None = None,
+    ) -> Hope:
+        """Returns the plan by such errors, all as small as they may be if None.
+
+        A review promotes to what was checked. One device checks it while it trains.
+        """
+        hoped = as_if_accurate(self.sites) if errors is None else errors
+        hope = Hope(lambda turns: self._checked(performance, hoped, turns))
+        if not self.is_alone:
+            hope.checked()
+        return hope
 
     @property
-    def _is_alone(self) -> bool:
+    def is_alone(self) -> bool:
         """True for a run on one device."""
         return shape_of(self.config.mesh) == (1, 1)
 
@@ -221,16 +236,23 @@ class _ByTimes:
         )
 
     def _checked(
-        self, performance: PerformanceModel, errors: Mapping[str, RoleErrors]
+        self,
+        performance: PerformanceModel,
+        errors: Mapping[str, RoleErrors],
+        turns: str | None = None,
     ) -> CheckedPlan:
         def make(known: PerformanceModel) -> DispatchPlan:
             return self._make(self.sites, known, errors)
 
         seconds = self.config.dispatch.check_seconds
-        return check_plan(make, self.sites, performance, seconds, self.say)
+        return check_plan(make, self.sites, performance, seconds, self.say, turns=turns)
 
     def _entering(
-        self, performance: PerformanceModel, plan: DispatchPlan, faster: DispatchPlan
+        self,
+        performance: PerformanceModel,
+        plan: DispatchPlan,
+        faster: DispatchPlan,
+        kernels: int,
     ) -> tuple[int | None, Entering]:
         """Returns the first step to observe, and what FP8 saves after the review.
 
@@ -238,21 +260,24 @@ class _ByTimes:
         mesh, which compiles nothing meanwhile, FP8 does not pay.
         """
         of_plan = self.sites, performance, plan
+        to_observe = seconds_of(self.sites, 1)
+        to_run = seconds_of(self.sites, STEPS, kernels)
 
-        def entering_after(begin: int, programs: int) -> tuple[int, Entering]:
+        def entering_after(begin: int, waits: float) -> tuple[int, Entering]:
             review = self.config.observed(begin, RECIPES).probe.first_review()
             assert review is not None
             left = self.steps - review
-            return left, entering(*of_plan, faster, left, programs=programs)
+            return left, entering(*of_plan, faster, left, waits=waits)
 
-        if not self._is_alone:
-            _, worth = entering_after(0, 1 + STEPS)
+        if not self.is_alone:
+            _, worth = entering_after(0, to_observe + to_run)
             return (0 if worth.pays else None), worth
-        # What observes is compiled first; FP8's steps before it begins, or it waits.
-        for steps in (STEPS, 0):
-            meanwhile = steps_meanwhile(*of_plan, 1 + steps)
-            begin = math.ceil(meanwhile / LOOK_EVERY) * LOOK_EVERY
-            left, worth = entering_after(begin, STEPS - steps)
+        # What observes is compiled first; FP8 is made ready before it begins, or the
+        # run waits.
+        for meanwhile, waits in ((to_run, 0.0), (0.0, to_run)):
+            steps = steps_meanwhile(*of_plan, to_observe + meanwhile)
+            begin = math.ceil(steps / LOOK_EVERY) * LOOK_EVERY
+            left, worth = entering_after(begin, waits)
             if worth.pays:
                 return begin, worth
         return (begin if left > 0 else None), worth
@@ -273,7 +298,14 @@ def _families(plan: DispatchPlan) -> tuple[str, ...]:
     )
 
 
-def resumed_plan(config: Config, value: Any, sites: Sequence[Site]) -> ChosenPlan:
+def resumed_plan(
+    config: Config,
+    value: Any,
+    sites: Sequence[Site],
+    say: Callable[[str], None] = print,
+    *,
+    source: str = "",
+) -> ChosenPlan:
     """Returns the plan of a checkpoint, with what live errors may change it by.
 
     Raises:
@@ -283,10 +315,15 @@ def resumed_plan(config: Config, value: Any, sites: Sequence[Site]) -> ChosenPla
     if not config.probe.observe_every:
         return chosen
     try:
-        return chosen._replace(performance=_known(config).performance)
+        performance = _known(config).performance
     except ValueError as error:  # the plan needs no table any more
         note = f"Live errors will not change the plan: {error}"
         return chosen._replace(notes=(note,))
+    by_times = _ByTimes(config, sites, 0, say, source, {})
+    hope = None
+    if performance is not None and by_times.is_alone:  # else checked before training
+        hope = by_times.hope(performance)
+    return chosen._replace(performance=performance, hope=hope)
 
 
 def saved_plan(value: Any, sites: Sequence[Site]) -> DispatchPlan:

@@ -143,7 +143,8 @@ class StandInRun(Run):
 
     def __init__(self, config, events: list[str], total_steps: int):
         vars(self).update(config=config, splits=_splits(), plan=DispatchPlan())
-        vars(self).update(list_sites=lambda *_, **__: (), reviewer=None)
+        vars(self).update(list_sites=lambda *_, **__: ())
+        vars(self).update(reviewer=None, hope=None)
         vars(self).update(steps_per_epoch=STEPS_PER_EPOCH, total_steps=total_steps)
         vars(self).update(schedule=lambda step: step / 100)
         vars(self).update(placement=StandInPlacement(events))

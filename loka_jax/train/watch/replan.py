@@ -11,7 +11,7 @@ from loka_jax import jsonfile
 from loka_jax.dispatch.drift import after_change
 from loka_jax.dispatch.groups import cross_networks
 from loka_jax.dispatch.learned import keep_errors
-from loka_jax.dispatch.outlook import STEPS, entering
+from loka_jax.dispatch.outlook import STEPS, entering, seconds_of
 from loka_jax.dispatch.plan import DispatchPlan, as_json, from_json
 from loka_jax.dispatch.policy import Decision
 from loka_jax.dispatch.processes import same_text
@@ -101,12 +101,12 @@ def review(
     left = as_json(DispatchPlan(tuple((path, now[path]) for path in drifted)))
     drift = after_change(progress.drift, left, returning)
     changed, unsafe = {**drifted, **returning}, progress.unsafe
-    if run.reviewer is not None:
+    if errors and (reviewer := run.reviewer_now) is not None:
         plan = run.plan.changed(changed)
         away = {path for path, site in drift.items() if site.left is not None}
         paths = {path for path, _ in plan.choices} - away - {*progress.broken}
         seen = {path: x for path, x in errors.items() if path in paths}
-        demoted, promoted = run.reviewer.review(plan, seen, unsafe)
+        demoted, promoted = reviewer.review(plan, seen, unsafe)
         promoted = _worth_it(run, plan, promoted, progress.step, say)
         unsafe = tuple(dict.fromkeys((*unsafe, *demoted)))
         by_errors = {**demoted, **promoted}
@@ -127,13 +127,13 @@ def _worth_it(
     say: Callable[[str], None],
 ) -> dict[str, Decision]:
     """Returns the promoted sites, or none if they save less than entering costs."""
-    if not promoted or run.reviewer is None:
+    if not promoted or (reviewer := run.reviewer_now) is None:
         return promoted
     faster, left = plan.changed(promoted), run.total_steps - step
-    known, hoped = run.reviewer.performance, run.hoped_plan
-    is_compiled = hoped is not None and hoped.choices == faster.choices
-    programs = 0 if is_compiled else STEPS
-    worth = entering(run.sites, known, plan, faster, left, programs=programs)
+    programs = 0 if run.has_steps_of(faster) else STEPS
+    waits = seconds_of(run.sites, programs)
+    how = run.sites, reviewer.performance, plan, faster, left
+    worth = entering(*how, waits=waits)
     say(f"step {step:,}: {worth}{'' if worth.pays else ', so that it is not entered'}.")
     return promoted if worth.pays else {}
 

@@ -119,8 +119,8 @@ MISTAKES = [
     Mistake(
         "a run observes whose FP8 must wait to be compiled as if it were",
         f"{TRAIN}/planning.py",
-        "entering_after(begin, STEPS - steps)",
-        "entering_after(begin, 0)",
+        "entering_after(begin, waits)",
+        "entering_after(begin, 0.0)",
         "unit/train/planning_test.py",
     ),
     Mistake(

@@ -110,7 +110,7 @@ def test_measurements_are_kept_and_read_by_the_next_start(monkeypatch, tmp_path)
         table = tables.read(cache) if cache.exists() else Table(header_here())
         return Local(PerformanceModel.of(table, fitted=fitted()))
 
-    def measure_all(jobs, workers, say, *, seconds):
+    def measure_all(jobs, workers, say, *, seconds, turns):
         calls.append(seconds)
         for i, job in enumerate(itertools.takewhile(bool, jobs)):
             yield job, Entry({"training": {job.choice.name: 5.0 + i}})
@@ -219,7 +219,7 @@ def workers(monkeypatch, tmp_path):
     path, asked, wrong = tmp_path / "cache.json", [], {}
     monkeypatch.setattr(at_start, "cache_path", lambda: path)
 
-    def measure_all(jobs, count, say, *, seconds):
+    def measure_all(jobs, count, say, *, seconds, turns):
         assert 0 < seconds <= 30
         for job in jobs:
             asked.append(job.choice)

@@ -7,7 +7,14 @@ import jax
 import pytest
 
 from loka_jax.dispatch.first_use import NOT_CHECKED, as_if_accurate
-from loka_jax.dispatch.outlook import Remedies, entering, last_line, with_rows
+from loka_jax.dispatch.outlook import (
+    Remedies,
+    entering,
+    last_line,
+    seconds_of,
+    steps_meanwhile,
+    with_rows,
+)
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan, make_plan
 from loka_jax.dispatch.table import Entry, Table
@@ -81,11 +88,13 @@ def test_entering_pays_if_it_saves_more_than_it_costs():
     slow = make_plan(PAIR, FAST)
     fast = make_plan(PAIR, FAST, errors=as_if_accurate(PAIR))
     worth = functools.partial(entering, PAIR, FAST, slow, fast)
-    found = worth(1_000_000, programs=2)
+    found = worth(1_000_000, waits=seconds_of(PAIR, 2))
     assert (found.saves, found.pays) == (pytest.approx(2.0), False)
     assert found.costs == pytest.approx((2 * 0.9 + 0.2) * len(PAIR))
-    assert worth(1_000_000, programs=0).pays and not worth(100_000, programs=0).pays
-    assert worth(-1, programs=0).saves == 0
+    assert worth(1_000_000, waits=0.0).pays and not worth(100_000, waits=0.0).pays
+    assert worth(-1, waits=0.0).saves == 0
     assert str(found) == (
         "FP8 may save 2 s of the rest of the run, and entering it takes some 4 s"
     )
+    assert seconds_of(PAIR, 2, kernels=5) == seconds_of(PAIR, 2) + 12 + 5 * 2
+    assert steps_meanwhile(PAIR, FAST, slow, seconds=1e-3) == 250  # of 4 us

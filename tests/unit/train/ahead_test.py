@@ -44,8 +44,9 @@ def test_the_first_call_raises_what_the_compiler_has_met():
 class _Hoped:
     """A run under the hoped plan, which lists the jobs that are done."""
 
-    def __init__(self, done, *, is_delayed):
+    def __init__(self, done, *, is_delayed, choices=("fp8",)):
         self.planned, self._done = mock.Mock(is_delayed=is_delayed), done
+        self.plan = mock.Mock(choices=choices)
 
     def init(self):
         return {"scales": jnp.ones(2)}
@@ -64,20 +65,50 @@ def test_probe_comes_before_the_steps_of_the_hoped_plan(
     monkeypatch, count, has_run, is_delayed
 ):
     done = []
-    begin = lambda target, daemon: mock.Mock(start=target)  # noqa: E731
-    monkeypatch.setattr(ahead.threading, "Thread", begin)
     config = support.config(steps_per_call=count).observed(64, ("fp8_rowwise",))
-    run = mock.Mock(config=config, hoped=_Hoped(done, is_delayed=is_delayed))
-    run.placement.size, run.hoped.config = 1, config
+    run = _run(config, done, is_delayed=is_delayed)
     asked = mock.Mock(ahead=lambda *x: lambda: done.append(x), has_run=has_run)
     probe_step = mock.Mock(return_value=asked)
     monkeypatch.setattr(ahead, "probe_step", probe_step)
-    ahead.compile_ahead(run, "state", "batch")
+    monkeypatch.setattr(ahead.threading, "Thread", _at_once)
+    ahead.make_ahead(run, "state", "batch")
     first = [(False, 1)] if is_delayed else []
     later = [(is_delayed, steps) for steps in sorted({1, count})]
     observed = [] if has_run else [("state", "batch")]
-    assert done == [*observed, *first, *later]
+    assert done == [*observed, *first, *later] and run.hope.is_ready.is_set()
     probe_step.assert_called_once_with(run, config.probe.first())
+
+
+@pytest.mark.parametrize("choices", [("bf16",), None])
+def test_nothing_is_compiled_for_a_plan_that_is_the_same_or_cannot_be_made(
+    monkeypatch, choices
+):
+    """But what waits for it goes on."""
+    config, done = support.config().observed(64, ("fp8_rowwise",)), []
+    run = _run(config, done, is_delayed=True, choices=choices)
+    asked = mock.Mock(has_run=True)
+    monkeypatch.setattr(ahead, "probe_step", mock.Mock(return_value=asked))
+    monkeypatch.setattr(ahead.threading, "Thread", _at_once)
+    if choices is None:
+        run.hoped.init = mock.Mock(side_effect=ValueError("no"))
+        with pytest.raises(ValueError, match="no"):
+            ahead.make_ahead(run, "state", "batch")
+    else:
+        ahead.make_ahead(run, "state", "batch")
+    assert not done and run.hope.is_ready.is_set()
+
+
+def _at_once(target, daemon):
+    """A thread whose work is done when it starts."""
+    return mock.Mock(start=target)
+
+
+def _run(config, done, **hoped):
+    run = mock.Mock(config=config, hoped=_Hoped(done, **hoped))
+    run.plan.choices = ("bf16",)
+    run.hope.is_ready = threading.Event()
+    run.placement.size, run.hoped.config = 1, config
+    return run
 
 
 @pytest.mark.parametrize("devices, begin", [(2, 64), (1, None)])
@@ -89,5 +120,5 @@ def test_nothing_is_compiled_ahead_over_a_mesh_or_without_probe(
     probe = dataclasses.replace(config.probe, begin=begin)
     run = mock.Mock(config=dataclasses.replace(config, probe=probe))
     run.placement.size = devices
-    ahead.compile_ahead(run, "state", "batch")
+    ahead.make_ahead(run, "state", "batch")
     probe_step.assert_not_called()

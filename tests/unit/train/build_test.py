@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from loka_jax.data import WHOLE, Position
+from loka_jax.dispatch.first_use import CheckedPlan
 from loka_jax.dispatch.gradient_wire import GradientSum
+from loka_jax.dispatch.hope import Hope
 from loka_jax.dispatch.policy import Decision
 from loka_jax.optim import OptimConfig, make_schedule
 from loka_jax.site import Choice
@@ -89,11 +91,12 @@ def test_steps_of_the_hoped_plan_are_compiled_once(make_train_step):
     run = run_of()
     path = next(site.path for site in run.sites if site.has_choice)
     changed = run.plan.changed({path: Decision(Choice.parse("xla bf16"), "hoped")})
-    run = dataclasses.replace(run, hoped_plan=changed)
+    checked = CheckedPlan(changed, None)
+    run = dataclasses.replace(run, hope=Hope(lambda turns: checked))
     step = run.hoped.train_step()
     found = run.plan.changed({path: Decision(Choice.parse("xla bf16"), "found")})
     assert run.replanned(found).train_step() is step
-    assert run.replanned(found).plan is found and run.replanned(found).hoped is None
+    assert run.replanned(found).plan is found
     assert run.replanned(run.plan).train_step() is not step
 
 

@@ -305,7 +305,7 @@ def test_plans_are_reviewed_with_evaluations_but_not_at_the_end(watched, monkeyp
 
     stand_in = mock.Mock(side_effect=observe, has_run=True)
     monkeypatch.setattr(loop_lib, "probe_step", lambda run, probe: stand_in)
-    monkeypatch.setattr(loop_lib, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(loop_lib, "make_ahead", lambda *_: None)
     made.train()
     reviews = [i for i, event in enumerate(made.events) if event == "review"]
     assert len(reviews) == 3
@@ -329,7 +329,7 @@ def test_a_run_whose_probe_does_not_compile_trains_on(monkeypatch):
     made = make_loop(config, steps=9)
     broken = mock.Mock(side_effect=RuntimeError("no compiler"), has_run=False)
     monkeypatch.setattr(loop_lib, "probe_step", lambda run, probe: broken)
-    monkeypatch.setattr(loop_lib, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(loop_lib, "make_ahead", lambda *_: None)
     assert made.train().loop.progress.step == 9
     why = "its program does not run (RuntimeError: no compiler)"
     assert made.said() == [f"Probe observes this run no more: {why}."]
@@ -338,11 +338,31 @@ def test_a_run_whose_probe_does_not_compile_trains_on(monkeypatch):
 
 def test_what_may_be_needed_is_compiled_once_after_the_first_step(monkeypatch):
     begun = []
-    monkeypatch.setattr(loop_lib, "compile_ahead", lambda *given: begun.append(given))
+    monkeypatch.setattr(loop_lib, "make_ahead", lambda *given: begun.append(given))
     made = make_loop(steps=7)
     made.train()
     [(run, state, batch)] = begun
     assert run is made.run and state.step == 1 and batch.ids[0, 0] == 0
+
+
+def test_kernels_are_timed_between_steps_and_while_a_review_waits(watched, monkeypatch):
+    made = make_loop(steps=3, eval_every=2)
+
+    @contextlib.contextmanager
+    def turn():
+        made.events.append("turn")
+        yield True
+        made.events.append("its end")
+
+    vars(made.run).update(hope=mock.Mock(turn=turn))
+    monkeypatch.setattr(loop_lib, "make_ahead", lambda *_: None)
+    made.train()
+    turns = " ".join(made.events).split("turn ")[1:]
+    assert len(turns) == 3
+    for begun in turns:
+        within, _, after = begun.partition("its end")
+        assert "train on" in within and "train on" not in after
+        assert "review" not in within and ("review" in after) == ("eval 2" in within)
 
 
 def test_a_new_plan_is_followed_recorded_and_saved(monkeypatch, watched):

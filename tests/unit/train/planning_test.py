@@ -69,7 +69,7 @@ def test_a_run_is_observed_where_fp8_gains(
     chosen = planning.choose_plan(config, run.sites, steps, source=run.source)
     wanted = None if begin is None else (begin, ("fp8_rowwise",))
     assert chosen.observed == wanted
-    assert (chosen.hoped is not None) is pays
+    assert (chosen.hope is not None) is pays
     said = [note for note in chosen.notes if "FP8 may save" in note]
     assert len(said) == (begin is not None) + (steps == 145)
     if begin is None:
@@ -89,7 +89,9 @@ def test_a_run_that_is_asked_to_be_observed_knows_what_a_review_may_choose(tmp_p
     run, config = build_lib.build(_config()), _config(plan=str(path), every=7)
     chosen = planning.choose_plan(config, run.sites, 146, source=run.source)
     assert chosen.observed is None and not any(x.is_fp8 for _, x in chosen.plan.choices)
-    assert any(choice.is_fp8 for _, choice in chosen.hoped.choices)
+    hoped, known, _ = chosen.hope.checked()
+    assert any(choice.is_fp8 for _, choice in hoped.choices)
+    assert known is not None
 
 
 def test_a_run_on_several_devices_is_observed_at_once_where_fp8_pays(tmp_path):
@@ -157,7 +159,7 @@ def test_tuning_comes_before_a_check_of_what_may_run(monkeypatch, tmp_path, ever
     sites = build_lib.build(_config()).sites
     tuned = performance_of(path)
 
-    def check_plan(make_plan, sites, performance, *rest):
+    def check_plan(make_plan, sites, performance, *rest, turns):
         plan = make_plan(performance)
         asked.append((dict(plan.choices), performance, *rest))
         return CheckedPlan(plan, performance, ("checked",))
@@ -169,7 +171,9 @@ def test_tuning_comes_before_a_check_of_what_may_run(monkeypatch, tmp_path, ever
     monkeypatch.setattr(planning, "check_plan", check_plan)
     monkeypatch.setattr(planning, "tune_at_start", tune_at_start)
     chosen = planning.choose_plan(_config(plan="tune", every=every), sites, 20, say)
-    assert said == [(sites, 7.0, "small", say)]
+    assert said == [(sites, 7.0, "small", say)] and len(asked) == 1
+    if chosen.hope is not None:  # later, in a thread of the run
+        chosen.hope.checked()
     assert [rest for _, *rest in asked] == [[tuned, 5.0, say]] * (2 if every else 1)
     assert chosen.notes == ("a note", "checked") and chosen.performance is tuned
     # Errors of others make no FP8; what a review may promote sites to is checked, too.

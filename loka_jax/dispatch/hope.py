@@ -1,0 +1,53 @@
+"""FP8 that a run may enter, whose kernels are checked while it trains."""
+
+import contextlib
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+from loka_jax.dispatch.first_use import CheckedPlan
+from loka_jax.dispatch.measuring import TOGETHER
+from loka_jax.dispatch.pool import gpu_turn
+
+
+class Hope:
+    """The plan of a review that finds all errors within the limits.
+
+    Attributes:
+        is_ready: not set while a thread makes what this plan needs.
+    """
+
+    def __init__(self, check: Callable[[str], CheckedPlan]):
+        """Takes what checks the plan, with turns on the GPU by files in a folder."""
+        self._check = check
+        self._checked: CheckedPlan | None = None
+        self._folder = tempfile.mkdtemp()
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._checking = threading.Lock()
+        self.is_ready = threading.Event()
+        self.is_ready.set()
+
+    def checked(self) -> CheckedPlan:
+        """Returns the plan with no choice that was never checked.
+
+        The first call checks it; others wait.
+        """
+        with self._checking:
+            if self._checked is None:
+                self._checked = self._check(self._folder)
+            return self._checked
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Waits while a kernel is timed; none is before the block ends.
+
+        It is told whether kernels are being checked: then all that it has begun on the
+        GPU is to end within.
+        """
+        if not self._checking.locked():
+            yield False
+            return
+        with gpu_turn(self._folder, TOGETHER):
+            yield True
