@@ -299,7 +299,8 @@ def _largest(errors: LiveErrors) -> LiveErrors:
     means = np.where(weight > 0, total / np.where(weight > 0, weight, 1.0), -1.0)
     place = np.argmax(means, axis=0)[None, ..., None]
     largest = np.take_along_axis(sums, place, axis=0)[0]
-    return LiveErrors(np.max(errors.steps), jnp.asarray(largest))
+    amaxes = np.max(np.reshape(errors.amaxes, (-1, 3)), axis=0)
+    return LiveErrors(np.max(errors.steps), jnp.asarray(largest), jnp.asarray(amaxes))
 
 
 def _at_step(shapes: Any, step: Float[Array, ""]) -> Any:

@@ -36,7 +36,6 @@ _LARGER = (4, 16)  # batches that are tried
 _STEP_SECONDS_A_SITE, _EVALUATION_SECONDS_A_SITE = 0.9, 0.2
 # A check of kernels: processes start, and 14 kernels took 40 s, four at a time.
 _CHECK_SECONDS, _CHECK_SECONDS_A_KERNEL = 12.0, 2.0
-STEPS = 2  # programs of steps in FP8: the first, which makes scales, and all later ones
 
 # From sites, what is known of the times and, if they are not the table's, errors.
 type MakePlan = Callable[..., DispatchPlan]

@@ -59,10 +59,13 @@ class LiveErrors(NamedTuple):
         sums: of each recipe, role and measure, over the steps of weight w and error x:
             of w, w^2, w x and w x^2. In float32 they tell a spread of a thousandth of
             the mean. Recipes are in the order of the `ProbeConfig` that observes.
+        amaxes: of lhs, rhs and g in the newest of the steps; of several uses of a site
+            their sum.
     """
 
     steps: Float[Array, ""]
     sums: Float[Array, "recipes 3 3 4"]
+    amaxes: Float[Array, "3"]
 
     @property
     def relative_l2(self) -> Float[Array, "recipes 3"]:
@@ -109,7 +112,7 @@ def operands_of(
 def empty_errors(recipes: int) -> LiveErrors:
     """Returns the errors of a number of recipes before the first step."""
     shape = (recipes, len(ROLES), len(MEASURES), 4)
-    return LiveErrors(jnp.zeros(()), jnp.zeros(shape, jnp.float32))
+    return LiveErrors(jnp.zeros(()), jnp.zeros(shape, jnp.float32), jnp.zeros(3))
 
 
 def merge(a: LiveErrors, b: LiveErrors, decay: float = 1.0) -> LiveErrors:
@@ -117,10 +120,12 @@ def merge(a: LiveErrors, b: LiveErrors, decay: float = 1.0) -> LiveErrors:
 
     `decay` is the factor on the weight of the earlier steps.
     """
-    kept = jnp.where(b.steps > 0, decay, 1.0)
+    is_newer = b.steps > 0
+    kept = jnp.where(is_newer, decay, 1.0)
     factors = jnp.stack([kept, kept**2, kept, kept])
     sums = a.sums * factors.reshape(1, 1, 1, 4) + b.sums
-    return LiveErrors(a.steps + b.steps, sums)
+    amaxes = jnp.where(is_newer, b.amaxes, a.amaxes)
+    return LiveErrors(a.steps + b.steps, sums, amaxes)
 
 
 def live_errors(
@@ -155,7 +160,7 @@ def live_errors(
     values = jnp.where(is_known, values, 0.0)
     weights = jnp.broadcast_to(is_known, values.shape).astype(jnp.float32)
     sums = jnp.stack([weights, weights, values, values**2], axis=-1)
-    return LiveErrors(jnp.ones(()), sums)
+    return LiveErrors(jnp.ones(()), sums, operands.amaxes)
 
 
 def _role_errors(

@@ -55,13 +55,11 @@ def _make_hoped(run: Run, batch: Batch) -> None:
 
 
 def _steps(run: Run, batch: Batch) -> list[Callable[[], None]]:
-    """Returns the jobs that compile the steps of a run: the first, and later ones."""
-    state, several = jax.eval_shape(run.init), run.config.loop.steps_per_call
-    wanted = [(False, 1)] if run.planned.is_delayed else []
-    wanted += [(run.planned.is_delayed, steps) for steps in sorted({1, several})]
+    """Returns the jobs that compile a run's steps, but for those that make scales."""
+    state = jax.eval_shape(run.init)
     return [
-        run.train_step(scales_initialized=is_later, steps=steps).ahead(
+        run.train_step(scales_initialized=run.planned.is_delayed, steps=steps).ahead(
             state, *[batch] * steps
         )
-        for is_later, steps in wanted
+        for steps in run.config.loop.calls
     ]

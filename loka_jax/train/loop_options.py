@@ -72,6 +72,11 @@ class LoopConfig:
                 f"--loop.microbatches {self.microbatches}."
             )
 
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """The numbers of steps that calls take; each is a program of its own."""
+        return tuple(sorted({1, self.steps_per_call}))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProbeOptions:

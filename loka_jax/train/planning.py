@@ -22,7 +22,6 @@ from loka_jax.dispatch.hope import Hope
 from loka_jax.dispatch.learned import kept_errors
 from loka_jax.dispatch.local import Local, local_performance, performance_of
 from loka_jax.dispatch.outlook import (
-    STEPS,
     Entering,
     Remedies,
     entering,
@@ -261,7 +260,7 @@ class _ByTimes:
         """
         of_plan = self.sites, performance, plan
         to_observe = seconds_of(self.sites, 1)
-        to_run = seconds_of(self.sites, STEPS, kernels)
+        to_run = seconds_of(self.sites, len(self.config.loop.calls), kernels)
 
         def entering_after(begin: int, waits: float) -> tuple[int, Entering]:
             review = self.config.observed(begin, RECIPES).probe.first_review()

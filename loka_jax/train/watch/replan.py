@@ -1,17 +1,20 @@
 """Changes the plan of a run in progress, by what looks and live errors have shown."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array
 
 from loka_jax import jsonfile
 from loka_jax.dispatch.drift import after_change
 from loka_jax.dispatch.groups import cross_networks
 from loka_jax.dispatch.learned import keep_errors
-from loka_jax.dispatch.outlook import STEPS, entering, seconds_of
+from loka_jax.dispatch.outlook import entering, seconds_of
 from loka_jax.dispatch.plan import DispatchPlan, as_json, from_json
 from loka_jax.dispatch.policy import Decision
 from loka_jax.dispatch.processes import same_text
@@ -19,6 +22,7 @@ from loka_jax.dispatch.review import live_intervals
 from loka_jax.dispatch.table import RoleErrors
 from loka_jax.nn import by_path
 from loka_jax.probe.site import errors_of
+from loka_jax.scaling import DelayedScaling, update_delayed
 from loka_jax.site import BF16
 from loka_jax.terminal import one_line
 from loka_jax.train.build import Run
@@ -39,11 +43,33 @@ def replanned(
 ) -> tuple[Run, TrainState]:
     """Returns the run under a new plan, and the state with the scales that it needs.
 
-    Sites that had no delayed scales get those before the first step.
+    Delayed scales that are new are of the amaxes at the newest observed step, so that
+    the next step runs as all later ones; without one they are those before the first.
     """
     run = run.replanned(plan)
     initial = jax.jit(lambda: run.init().fp8)()
-    return run, dataclasses.replace(state, fp8=_merged(state.fp8, initial))
+    fp8 = _scaled(_merged(state.fp8, initial), state.probe, run)
+    return run, dataclasses.replace(state, fp8=fp8)
+
+
+def _scaled(fp8: Any, probe: Any, run: Run) -> Any:
+    """Returns scaling states, those before the first step by what Probe has seen."""
+    amaxes = {path: errors_of(x).amaxes for path, x in by_path(probe).items()}
+    recipes = {site.path: site.plan.choice.recipe for site in run.sites}
+
+    def scaled(keys: Any, table: Array) -> Array:
+        path = "/".join(str(key.key) for key in keys[:-1])
+        seen, state = amaxes.get(path), DelayedScaling(table)
+        # Layers of a stack share a path with one of them.
+        if seen is None or path not in recipes or seen.ndim != table.ndim - 1:
+            return table
+        update = functools.partial(update_delayed, recipe=recipes[path])
+        for _ in range(seen.ndim - 1):
+            update = jax.vmap(update)
+        is_new = jnp.all(table == 0)
+        return jnp.where(is_new, update(state, seen).table, table)
+
+    return jax.jit(functools.partial(jax.tree_util.tree_map_with_path, scaled))(fp8)
 
 
 def after_failure(run: Run, progress: Progress, error: Exception) -> Change | None:
@@ -130,7 +156,8 @@ def _worth_it(
     if not promoted or (reviewer := run.reviewer_now) is None:
         return promoted
     faster, left = plan.changed(promoted), run.total_steps - step
-    programs = 0 if run.has_steps_of(faster) else STEPS
+    calls = run.config.loop.calls
+    programs = 0 if run.has_steps_of(faster) else len(calls)
     waits = seconds_of(run.sites, programs)
     how = run.sites, reviewer.performance, plan, faster, left
     worth = entering(*how, waits=waits)

@@ -169,16 +169,20 @@ def test_devices_together_measure_the_whole_product():
 @pytest.mark.parametrize("decay", [1.0, 0.5])
 def test_merged_sums_are_those_of_the_steps(decay):
     sums = np.random.default_rng(0).uniform(0.01, 0.1, (6, 2, 3, 3, 4))
-    steps = [LiveErrors(jnp.ones(()), np.float32(x)) for x in sums]
+    amaxes = np.arange(18.0, dtype=np.float32).reshape(6, 3)
+    each = zip(sums, amaxes, strict=True)
+    steps = [LiveErrors(jnp.ones(()), np.float32(x), newest) for x, newest in each]
     pairs = [_merge(a, b) for a, b in zip(steps[::2], steps[1::2], strict=True)]
     merged = functools.reduce(functools.partial(_merge, decay=decay), pairs)
     assert merged.steps == 6
     weights = np.repeat(decay ** np.arange(2.0, -1, -1), 2)[:, None, None, None, None]
     powers = weights ** np.array([1, 2, 1, 1])
     np.testing.assert_allclose(merged.sums, np.sum(powers * sums, 0), rtol=1e-5)
+    np.testing.assert_array_equal(merged.amaxes, amaxes[-1])
     # What was not seen ages nothing.
     kept = _merge(merged, live_errors.empty_errors(2), decay=decay)
-    np.testing.assert_array_equal(kept.sums, merged.sums)
+    for part, expected in zip(kept, merged, strict=True):
+        np.testing.assert_array_equal(part, expected)
 
 
 @functools.partial(jax.jit, static_argnames="copies")

@@ -72,10 +72,9 @@ def test_probe_comes_before_the_steps_of_the_hoped_plan(
     monkeypatch.setattr(ahead, "probe_step", probe_step)
     monkeypatch.setattr(ahead.threading, "Thread", _at_once)
     ahead.make_ahead(run, "state", "batch")
-    first = [(False, 1)] if is_delayed else []
-    later = [(is_delayed, steps) for steps in sorted({1, count})]
+    steps = [(is_delayed, steps) for steps in sorted({1, count})]
     observed = [] if has_run else [("state", "batch")]
-    assert done == [*observed, *first, *later] and run.hope.is_ready.is_set()
+    assert done == [*observed, *steps] and run.hope.is_ready.is_set()
     probe_step.assert_called_once_with(run, config.probe.first())
 
 

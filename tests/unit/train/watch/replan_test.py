@@ -1,6 +1,7 @@
 """What drift, live errors and kernels that do not compile change in a plan."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import chex
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax import triton
+from loka_jax import scaling, triton
 from loka_jax.data import Position
 from loka_jax.dispatch import learned
 from loka_jax.dispatch.drift import HOME_LOOKS, LOOKS, SiteDrift
@@ -17,12 +18,15 @@ from loka_jax.dispatch.first_use import CheckedPlan
 from loka_jax.dispatch.outlook import with_rows
 from loka_jax.dispatch.plan import DispatchPlan, as_json
 from loka_jax.dispatch.policy import Decision, Limits
+from loka_jax.nn.scale_state import SCALES
 from loka_jax.probe import live_errors
 from loka_jax.probe.site import SiteStats
+from loka_jax.recipe import get_recipe
 from loka_jax.site import BF16, Choice
 from loka_jax.train import build as build_lib
 from loka_jax.train import planning
 from loka_jax.train.config import DispatchOptions, ProbeOptions
+from loka_jax.train.step import named_sites
 from loka_jax.train.watch import replan
 from loka_jax.train.watch.host_state import Progress
 from tests.support import train as support
@@ -105,11 +109,44 @@ def test_a_new_plan_keeps_the_scales_that_there_are_and_begins_others():
     one, two = {"x": jnp.ones(3)}, {"x": 2 * jnp.ones(3)}
     state = dataclasses.replace(start_state(), fp8={"a": one, "gone": one})
     begun = dataclasses.replace(state, fp8={"a": two, "b": two}, table=None)
-    of_plan = {"plan": SimpleNamespace(init=lambda: begun)}
+    of_plan = {"plan": SimpleNamespace(init=lambda: begun, sites=())}
     run = SimpleNamespace(replanned=of_plan.get)
     found, new = replan.replanned(run, state, "plan")
     assert found is of_plan["plan"] and new.table is state.table
     chex.assert_trees_all_equal(new.fp8, {"a": one, "b": two})
+
+
+def test_new_scales_are_of_the_amaxes_that_probe_has_seen():
+    recipe = get_recipe("fp8_tensorwise_delayed")
+    empty = scaling.init_delayed(recipe)
+    kept = scaling.stored(jnp.float32([8.0, 8.0, 8.0]), recipe)
+    tables = {"kept": kept, "seen": empty, "unseen": empty}
+    tables |= {"stack": scaling.DelayedScaling(jnp.stack([empty.table] * 2))}
+    begun = {name: {SCALES: state.table} for name, state in tables.items()}
+    plan = SimpleNamespace(choice=SimpleNamespace(recipe=recipe))
+    run = SimpleNamespace(
+        replanned=lambda plan: run,
+        sites=[SimpleNamespace(path=path, plan=plan) for path in tables],
+        init=lambda: SimpleNamespace(fp8=begun),
+    )
+    amaxes = jnp.float32([[1.0, 2.0, 3.0], [4.0, 0.0, 1.0]])
+    seen = {"kept": amaxes[0], "seen": amaxes[0], "stack": amaxes}
+    errors = live_errors.empty_errors(1)
+    probe = {x: {"stats": errors._replace(amaxes=own)} for x, own in seen.items()}
+    state = dataclasses.replace(start_state(), fp8={}, probe=probe)
+    _, new = replan.replanned(run, state, "plan")
+    sites = named_sites(new)
+    update = functools.partial(scaling.update_delayed, empty, recipe=recipe)
+    expected = {
+        "kept": kept.table,
+        "seen": update(amaxes[0]).table,
+        "unseen": empty.table,
+        "stack": jnp.stack([update(x).table for x in amaxes]),
+    }
+    found = {path: state.table for path, state in sites.items()}
+    chex.assert_trees_all_equal(found, expected)
+    assert bool(scaling.scales_initialized(sites["seen"]))
+    assert not bool(scaling.scales_initialized(sites["stack"]))  # an amax is zero
 
 
 def test_kernels_that_do_not_compile_are_left_to_xla(crossed):
@@ -152,7 +189,8 @@ def seen(steps=9.0, **errors):
     probe, shape = {}, live_errors.empty_errors(1).sums.shape
     for path, value in errors.items():
         sums = np.array([steps, steps, steps * value, steps * value**2])
-        errors = live_errors.LiveErrors(steps, np.broadcast_to(sums, shape))
+        amaxes = np.float32([1.0, 2.0, 3.0])
+        errors = live_errors.LiveErrors(steps, np.broadcast_to(sums, shape), amaxes)
         stats = SiteStats(None, None, None, errors)
         group, name = path.split("/")
         probe.setdefault(group, {})[name] = {"stats": stats}
@@ -230,7 +268,7 @@ def test_sites_enter_fp8_if_the_rest_of_the_run_gains_more_than_it_costs(run):
         "step 80: FP8 may save 2 s of the rest of the run, and entering it takes some "
         "1 s.",
         "step 80: FP8 may save 2 s of the rest of the run, and entering it takes some "
-        "8 s, so that it is not entered.",
+        "4 s, so that it is not entered.",
     ]
     assert reviewed(run, seen(**GOOD), progress_of(), said) is not None
     assert said[2].startswith("step 80: FP8 may save 2,000 s of the rest of the run")
