@@ -241,8 +241,8 @@ MISTAKES = [
     Mistake(
         "the earlier steps of live errors do not decay",
         f"{_PROBE}/live_errors.py",
-        "jnp.where(b.steps > 0, decay, 1.0)",
-        "jnp.where(b.steps > 0, 1.0, decay)",
+        "jnp.where(is_newer, decay, 1.0)",
+        "jnp.where(is_newer, 1.0, decay)",
         "unit/probe/live_errors_test.py",
     ),
     Mistake(
