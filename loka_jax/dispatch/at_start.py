@@ -24,7 +24,7 @@ from loka_jax.dispatch.local import Local, cache_path, local_performance
 from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
 from loka_jax.dispatch.plan import is_open
-from loka_jax.dispatch.pool import fitting, measure_all
+from loka_jax.dispatch.pool import Turns, fitting, measure_all
 from loka_jax.dispatch.table import Table
 from loka_jax.measure.checking import NO_MEMORY
 from loka_jax.nn import Site
@@ -131,7 +131,7 @@ def measure_into_cache(
     jobs: Sequence[Job],
     seconds: float,
     on_demand: Iterator[Job | None] | None = None,
-    turns: str | None = None,
+    turns: Turns | None = None,
 ) -> Iterator[tuple[Job, Table]]:
     """Yields each job and what it measured, which is in the user's cache then.
 

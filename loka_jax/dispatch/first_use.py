@@ -18,6 +18,7 @@ from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.measuring import Job
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan, chains_of
+from loka_jax.dispatch.pool import Turns
 from loka_jax.dispatch.table import MEASURES, Entry, RoleErrors, Table
 from loka_jax.measure.checking import NO_MEMORY
 from loka_jax.measure.intervals import Interval
@@ -49,7 +50,7 @@ def check_plan(
     *,
     pass_name: str = "training",
     budget: str = "--dispatch.check-seconds",
-    turns: str | None = None,
+    turns: Turns | None = None,
 ) -> CheckedPlan:
     """Returns a plan for a pass, without choices that were never checked.
 

@@ -1,15 +1,12 @@
 """FP8 that a run may enter, whose kernels are checked while it trains."""
 
 import contextlib
-import shutil
-import tempfile
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 
 from loka_jax.dispatch.first_use import CheckedPlan
 from loka_jax.dispatch.measuring import TOGETHER
-from loka_jax.dispatch.pool import gpu_turn
+from loka_jax.dispatch.pool import Turns, gpu_turn
 
 
 class Hope:
@@ -19,12 +16,11 @@ class Hope:
         is_ready: not set while a thread makes what this plan needs.
     """
 
-    def __init__(self, check: Callable[[str], CheckedPlan]):
-        """Takes what checks the plan, with turns on the GPU by files in a folder."""
+    def __init__(self, check: Callable[[Turns], CheckedPlan]):
+        """Takes what checks the plan, by processes with such turns on the GPU."""
         self._check = check
         self._checked: CheckedPlan | None = None
-        self._folder = tempfile.mkdtemp()
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._turns = Turns()
         self._checking = threading.Lock()
         self.is_ready = threading.Event()
         self.is_ready.set()
@@ -36,7 +32,7 @@ class Hope:
         """
         with self._checking:
             if self._checked is None:
-                self._checked = self._check(self._folder)
+                self._checked = self._check(self._turns)
             return self._checked
 
     @contextlib.contextmanager
@@ -49,5 +45,9 @@ class Hope:
         if not self._checking.locked():
             yield False
             return
-        with gpu_turn(self._folder, TOGETHER):
+        with gpu_turn(self._turns.folder, TOGETHER):
             yield True
+
+    def end(self) -> None:
+        """Ends a check, whose results so far are kept."""
+        self._turns.are_over.set()

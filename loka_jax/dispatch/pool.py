@@ -12,11 +12,13 @@ import math
 import multiprocessing
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from multiprocessing.connection import Connection
@@ -26,6 +28,7 @@ import jax
 from loka_jax.dispatch.measuring import ALONE, Job, bytes_needed, measure_site
 from loka_jax.dispatch.table import Entry
 
+_POLL_S = 0.5  # between looks whether to end
 _TIMEOUT_S = 600.0  # of silence, not counting waits for a turn
 _MEM_FRACTION = 0.75  # of a GPU's memory, which JAX may take
 _USED = 0.95  # of it, by all processes together
@@ -41,7 +44,7 @@ def measure_all(
     say: Callable[[str], None],
     *,
     seconds: float | None = None,
-    turns: str | None = None,
+    turns: "Turns | None" = None,
 ) -> Iterator[tuple[Job, Entry]]:
     """Yields jobs and their measurements, in the order in which they finish.
 
@@ -51,19 +54,21 @@ def measure_all(
         workers: processes, see `fitting`.
         say: takes a line on each job, and on each failure.
         seconds: after which the processes are ended, without the jobs that are left.
-        turns: the folder of their turns on the GPU, see `gpu_turn`; None for one of
-            their own.
+        turns: of these processes; None for turns of their own.
+
+    Raises:
+        Over: once `turns` are over; the processes are ended.
     """
+    turns = Turns() if turns is None else turns
     jobs = iter(jobs)
     until = math.inf if seconds is None else time.monotonic() + seconds
     running: set[futures.Future] = set()
     # Threads wait for processes; each keeps one from job to job.
     with contextlib.ExitStack() as stack:
-        folder = turns or stack.enter_context(tempfile.TemporaryDirectory())
         pool = stack.enter_context(futures.ThreadPoolExecutor(workers))
         idle: queue.Queue[Worker] = queue.Queue()
         for _ in range(workers):
-            idle.put(stack.enter_context(Worker(say, folder)))
+            idle.put(stack.enter_context(Worker(say, turns.folder)))
 
         def measure(job: Job) -> tuple[Job, Entry]:
             worker = idle.get()
@@ -76,12 +81,14 @@ def measure_all(
         while True:
             while len(running) < workers and (job := next(jobs, None)) is not None:
                 running.add(pool.submit(measure, job))
-            left = min(until - time.monotonic(), threading.TIMEOUT_MAX)
+            left = min(until - time.monotonic(), _POLL_S)
             done, running = futures.wait(running, left, futures.FIRST_COMPLETED)
-            if not done:
-                return  # all jobs are done, or the budget is spent
+            if turns.are_over.is_set():
+                raise Over
             for future in done:
                 yield future.result()
+            if not done and (not running or time.monotonic() >= until):
+                return  # all jobs are done, or the budget is spent
 
 
 def fitting(workers: int, jobs: Sequence[Job]) -> int:
@@ -94,6 +101,25 @@ def fitting(workers: int, jobs: Sequence[Job]) -> int:
     left = _USED * stats["bytes_limit"] / fraction - held
     each = max(map(bytes_needed, jobs)) + _CONTEXT
     return max(1, min(workers, int(left // each)))
+
+
+class Over(SystemExit):
+    """Ends a thread, without a word, whose results have become useless."""
+
+
+class Turns:
+    """Turns of several processes on the GPU, see `gpu_turn`.
+
+    Attributes:
+        folder: of the files.
+        are_over: set to end who has or wants one.
+    """
+
+    def __init__(self):
+        """Makes a folder, which lasts as long as the object."""
+        self.folder = tempfile.mkdtemp()
+        self.are_over = threading.Event()
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -176,6 +202,8 @@ class Worker:
                 self._process = subprocess.Popen(
                     (sys.executable, "-c", _SERVE.format(its.fileno(), self._folder)),
                     pass_fds=[its.fileno()],
+                    # Ctrl-C is for the parent; a candidate would be blamed for it.
+                    process_group=0,
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # what libraries print goes to the error output
                     # Beside a parent that may hold most of the GPU's memory already.

@@ -70,13 +70,17 @@ class Loop:
                 diverged; healthy checkpoints stay as they are.
             OSError: if a checkpoint could not be written.
         """
-        while True:
-            try:
-                return self._train(stop)
-            except Diverged as symptom:
-                error = self._explained(symptom)
-            if not self._go_back(error):
-                raise error
+        try:
+            while True:
+                try:
+                    return self._train(stop)
+                except Diverged as symptom:
+                    error = self._explained(symptom)
+                if not self._go_back(error):
+                    raise error
+        finally:
+            if self.run.hope is not None:
+                self.run.hope.end()
 
     def _train(self, stop: StopRequest):
         loop = self.run.config.loop
@@ -107,11 +111,6 @@ class Loop:
                 watchdog.alive()
                 if stop.reached() or self.progress.plateau.stop:
                     break
-        if left_out := self.run.splits.left_out:
-            self.display.say(
-                f"{left_out:,} events were left out of histories, as batches had no "
-                "room for them: raise --data.row-capacity."
-            )
         if not self._save_is_due():
             self._save()
         with self.display.doing("saving"):

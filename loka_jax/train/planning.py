@@ -31,6 +31,7 @@ from loka_jax.dispatch.outlook import (
 )
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.dispatch.pool import Turns
 from loka_jax.dispatch.table import RoleErrors
 from loka_jax.nn import Site
 from loka_jax.probe.live_errors import RECIPES
@@ -238,7 +239,7 @@ class _ByTimes:
         self,
         performance: PerformanceModel,
         errors: Mapping[str, RoleErrors],
-        turns: str | None = None,
+        turns: Turns | None = None,
     ) -> CheckedPlan:
         def make(known: PerformanceModel) -> DispatchPlan:
             return self._make(self.sites, known, errors)

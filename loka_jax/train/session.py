@@ -129,6 +129,11 @@ def train(
             if start is None and starts_at_regression(run):
                 loop.evaluate()  # the start is the best state so far
             loop.train(stop)
+            if left_out := run.splits.left_out:
+                display.say(
+                    f"{left_out:,} events were left out of histories, as batches had "
+                    "no room for them: raise --data.row-capacity."
+                )
             if not stop.is_set:
                 _settle(loop, display)
         record.write(SITES, [site.as_row() for site in loop.run.running_sites])

@@ -6,7 +6,7 @@ import pytest
 
 from loka_jax.dispatch.hope import Hope
 from loka_jax.dispatch.measuring import ALONE
-from loka_jax.dispatch.pool import gpu_turn
+from loka_jax.dispatch.pool import Over, gpu_turn
 
 
 class _Timing:
@@ -16,11 +16,11 @@ class _Timing:
         self.asked, self.begin, self.end = threading.Event(), *_events(2)
         self.has, self.calls = threading.Event(), 0
 
-    def __call__(self, folder):
+    def __call__(self, turns):
         self.calls += 1
         self.asked.set()
         self.begin.wait(10)
-        with gpu_turn(folder, ALONE):
+        with gpu_turn(turns.folder, ALONE):
             self.has.set()
             self.end.wait(10)
         return "checked"
@@ -75,10 +75,21 @@ def test_no_kernel_is_timed_in_a_turn_and_no_turn_begins_while_one_is():
         assert not is_beside
 
 
+def test_a_check_ends_when_its_run_does():
+    def check(turns):
+        assert turns.are_over.wait(10)
+        raise Over
+
+    hope = Hope(check)
+    threading.Timer(0.1, hope.end).start()
+    with pytest.raises(Over):
+        hope.checked()
+
+
 def test_a_check_that_failed_is_tried_again_by_the_next_who_asks():
     answers = iter([RuntimeError("ended"), "checked"])
 
-    def check(folder):
+    def check(turns):
         if isinstance(answer := next(answers), Exception):
             raise answer
         return answer

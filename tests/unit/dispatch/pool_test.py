@@ -15,7 +15,7 @@ import pytest
 
 from loka_jax.dispatch import pool
 from loka_jax.dispatch.measuring import Job
-from loka_jax.dispatch.pool import Worker, gpu_turn, measure_all
+from loka_jax.dispatch.pool import Over, Turns, Worker, gpu_turn, measure_all
 from loka_jax.dispatch.table import Entry
 from loka_jax.site import Choice, SiteSpec
 
@@ -139,6 +139,14 @@ def test_a_wait_for_a_turn_is_no_silence(process, tmp_path):
 def test_the_budget_ends_what_is_under_way(process):
     process(lambda what, job: "hangs")
     assert list(measure_all(JOBS, 2, lambda line: None, seconds=0.3)) == []
+
+
+def test_turns_that_are_over_end_what_is_under_way(process):
+    process(lambda what, job: "hangs")
+    turns = Turns()
+    threading.Timer(0.3, turns.are_over.set).start()
+    with pytest.raises(Over):
+        list(measure_all(JOBS, 2, lambda line: None, turns=turns))
 
 
 def test_one_takes_times_while_nobody_compiles(process):

@@ -354,9 +354,10 @@ def test_kernels_are_timed_between_steps_and_while_a_review_waits(watched, monke
         yield True
         made.events.append("its end")
 
-    vars(made.run).update(hope=mock.Mock(turn=turn))
+    vars(made.run).update(hope=(hope := mock.Mock(turn=turn)))
     monkeypatch.setattr(loop_lib, "make_ahead", lambda *_: None)
     made.train()
+    hope.end.assert_called_once()
     turns = " ".join(made.events).split("turn ")[1:]
     assert len(turns) == 3
     for begun in turns:
