@@ -108,8 +108,9 @@ def fit(
             pyarrow table or dataset, a dataset of Hugging Face, a dict of columns, or
             an iterator of such tables, which are kept in the cache.
         label: the label column, or several; inferred if None.
-        model: `dlrm`, `dcnv2`, `wukong`, `dhen` or `mmoe`; or a Flax Linen module of
-            your own, or "module:Name" of its class, see `loka_jax.models.OwnModel`.
+        model: `dlrm`, `dcnv2`, `wukong`, `dhen` or `mmoe`; or one of your own: a Linen
+            module, a class of Linen or NNX, `functools.partial(Class, width=64)`, or
+            "module:Name" of the class, see `loka_jax.models.OwnModel`.
         valid: the validation rows, like `data`, or as in "dt=2026-11-13"; if None, the
             last tenth by time, or a tenth.
         test: the rows of the final evaluation, likewise; if None, the validation rows.

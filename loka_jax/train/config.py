@@ -211,8 +211,8 @@ def _check_kind(model: Any):
     if not isinstance(model, linen.Module) or isinstance(model, Converted):
         raise ValueError(
             f"the model is a {kind}, and must be a Flax Linen module, such as a "
-            "RankingModel of loka_jax.models; what nn.convert returns, and NNX models, "
-            "are for training loops of your own."
+            "RankingModel of loka_jax.models, or own_model(...) of them for any other "
+            "of Linen or NNX; what nn.convert returns is for loops of your own."
         )
     if not isinstance(getattr(model, "recipe", None), str):
         raise ValueError(

@@ -9,6 +9,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 # Lowest first. Providers (xla, pallas, triton) have no knowledge of each other.
 LAYERS = """
 terminal options compat
+named
 fp8 quality jsonfile cache_folder saved_format checked mapped
 unbiased
 commands

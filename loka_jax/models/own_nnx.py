@@ -1,0 +1,89 @@
+"""A user's NNX module as a Linen one: its state is variables, made by its class."""
+
+import inspect
+from typing import Any
+
+import jax
+from flax import linen, nnx
+from jaxtyping import Array, Float
+
+
+class OwnNnx(linen.Module):
+    """A module that calls one of NNX.
+
+    Attributes:
+        of: its class. It is made with `rngs`, and, if it names them, with the sizes
+            `num_dense`, `num_fields` and `dim` of its inputs.
+        options: further ones that it is made with.
+    """
+
+    of: Any
+    options: Any
+
+    @linen.compact
+    def __call__(
+        self,
+        dense_features: Float[Array, "B n"],
+        embeddings: Float[Array, "B F D"],
+        **options: Any,
+    ) -> Any:
+        """Returns what the module does; in training if `options` say so."""
+        shape = dense_features.shape[1], *embeddings.shape[1:]
+        sizes = dict(zip(("num_dense", "num_fields", "dim"), shape, strict=True))
+        asked = inspect.signature(self.of.__init__).parameters
+        sizes = {k: v for k, v in sizes.items() if k in asked} | dict(self.options)
+
+        def make(key: Array) -> nnx.Module:
+            rngs = {"rngs": nnx.Rngs(key)} if "rngs" in asked else {}
+            return self.of(**sizes, **rngs)
+
+        if self.is_initializing():
+            graph, params, stats, keys = self._split(make(self.make_rng("params")))
+        else:
+            shapes = nnx.eval_shape(make, jax.random.key(0))
+            graph, params, stats, keys = self._split(shapes)
+            nnx.replace_by_pure_dict(params, self.variables.get("params", {}))
+            nnx.replace_by_pure_dict(stats, self.variables.get("batch_stats", {}))
+        module = nnx.merge(graph, params, stats, self._drawn(keys))
+        is_training = options.pop("train", False)
+        module.train() if is_training else module.eval()
+        if "train" in inspect.signature(self.of.__call__).parameters:
+            options["train"] = is_training
+        logits = module(dense_features, embeddings, **options)
+        _, _, stats, _ = self._split(module)
+        if self.is_initializing():
+            self._keep("params", params)
+        if self.is_mutable_collection("batch_stats"):
+            self._keep("batch_stats", stats)
+        return logits
+
+    def _split(self, module: nnx.Module) -> Any:
+        """Returns the module's structure, parameters, batch statistics and keys."""
+        kinds = nnx.Param, nnx.BatchStat, nnx.RngState
+        *parts, rest = nnx.split(module, *kinds, ...)
+        for path, value in nnx.to_flat_state(rest):
+            name = type(value).__name__
+            raise ValueError(
+                f"{self.of.__name__} has a {name} at {'/'.join(map(str, path))}, which "
+                "a run does not save: keep state in nnx.Param or nnx.BatchStat."
+            )
+        return parts
+
+    def _drawn(self, keys: nnx.State) -> nnx.State:
+        """Returns the state of generators, of this step's key for dropout."""
+        key = jax.random.key(0)
+        if self.has_rng("dropout"):
+            key = self.make_rng("dropout")
+        flat = nnx.to_flat_state(keys)
+        for number, (_, value) in enumerate(flat):
+            x = value.get_value()
+            if isinstance(value, nnx.RngKey):
+                new = jax.random.split(jax.random.fold_in(key, number), x.shape)
+            else:
+                new = jax.numpy.zeros(x.shape, x.dtype)
+            value.set_value(new)
+        return nnx.from_flat_state(flat)
+
+    def _keep(self, collection: str, state: nnx.State) -> None:
+        for name, value in nnx.to_pure_dict(state).items():
+            self.put_variable(collection, name, value)
