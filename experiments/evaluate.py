@@ -66,7 +66,8 @@ def _run(arguments: Arguments) -> int:
     from loka_jax.predict import evaluate_files, importance_of, load
 
     predictor = load(arguments.workdir)
-    print(f"Scoring with the weights of step {predictor.step:,}.", flush=True)
+    how = "" if predictor.calibration is None else ", calibrated"
+    print(f"Scoring with the weights of step {predictor.step:,}{how}.", flush=True)
     rows = arguments.data
     found = evaluate_files(
         *(predictor, rows.path),

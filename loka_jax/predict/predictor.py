@@ -40,6 +40,7 @@ from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.predict.trained import read_trained
 from loka_jax.terminal import one_line
 from loka_jax.train import metrics
+from loka_jax.train.calibration import Calibration
 from loka_jax.train.config import Config
 from loka_jax.train.folder.source_run import open_run
 from loka_jax.train.planning import saved_plan
@@ -58,9 +59,16 @@ class Predictor:
     """A trained run that scores rows."""
 
     def __init__(
-        self, config: Config, encoding: Encoding, step: int, state: TrainState, run_step
+        self,
+        config: Config,
+        encoding: Encoding,
+        step: int,
+        state: TrainState,
+        run_step: Any,
+        calibration: Calibration | None = None,
     ):
         """Takes the parts of a run; `load` reads them from its folder."""
+        self.calibration = calibration
         self.config, self.encoding, self.step = config, encoding, step
         self._state, self._run_step = state, run_step
         self._crosses = crosses_of(config.embedding.crosses, encoding.schema)
@@ -135,8 +143,17 @@ class Predictor:
                 without.
         """
         if self.config.data.is_log:
-            yield from self._candidates([*blocks], counts, judged)
-            return
+            found = self._candidates([*blocks], counts, judged)
+        else:
+            found = self._in_order(blocks, counts)
+        for table, logits in found:
+            own = self.calibration
+            yield table, logits if own is None else own.of(logits)
+
+    def _in_order(
+        self, blocks: Iterable[Block], counts: Counts
+    ) -> Iterator[tuple[pa.Table, np.ndarray]]:
+        """Yields the rows of the blocks, which are no event log."""
         waiting: collections.deque[pa.Table] = collections.deque()
 
         def records() -> Iterator[np.ndarray]:
@@ -265,7 +282,8 @@ def load(
         model = nn.Planned(config.model.clone(implementation="xla"), ())
     model = past_first_steps(model, trained.state)
     run_step = compiled_eval_step(model, trained.placement)
-    return Predictor(config, encoding, saved.step, trained.state, run_step)
+    own = saved.step, trained.state, run_step, source.calibration()
+    return Predictor(config, encoding, *own)
 
 
 def _shapes(layout: Layout, batch_size: int) -> list[Shape]:

@@ -65,6 +65,9 @@ class Config:
         dispatch: rules and limits of that choice.
         mesh: several devices.
         collectives: what is summed over them, and how it travels.
+        calibrate: fits a line to the logits of the validation rows when training has
+            ended, through which all later logits go: in prediction, exports and
+            servers, too.
         init_from: the folder of a run to go on from, with the data of a later day: with
             its weights, its optimizer states, its plan and its vocabulary.
         run: options of this execution only.
@@ -82,6 +85,7 @@ class Config:
     dispatch: DispatchOptions = DispatchOptions()
     mesh: MeshConfig = MeshConfig()
     collectives: CollectivesConfig = CollectivesConfig()
+    calibrate: bool = False
     init_from: pathlib.Path | None = None
     run: Annotated[RunOptions, tyro.conf.OmitArgPrefixes] = RunOptions()
 

@@ -55,7 +55,13 @@ def labels_and_weights(batch: Batch) -> tuple[Array, Array]:
 
     Where a label is missing, both are 0.
     """
-    labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
+    return known(jnp.asarray(batch.labels), jnp.asarray(batch.weights))
+
+
+def known(
+    labels: Float[Array, "B"] | Float[Array, "B T"], weights: Float[Array, "B"]
+) -> tuple[Array, Array]:
+    """Returns labels and the weights of each, likewise."""
     if labels.ndim == 1:
         return labels, weights
     is_known = ~jnp.isnan(labels)

@@ -28,7 +28,7 @@ export
 fitting
 """
 TRAIN = """
-processes tables metrics baselines
+processes tables metrics baselines calibration
 checkpoints state tasks scores
 gradients
 placement
