@@ -112,8 +112,9 @@ def _in_words(numbers: dict) -> str:
     ranks = ()
     if "gauc" in numbers:
         ranks = said("gauc", "GAUC"), said("ndcg", f"NDCG@{numbers['k']}")
+    own = [f"{k} {x:.5f}" for k, x in numbers.get("metrics", {}).items()]
     counts = f"({numbers['rows']:,} rows, {numbers['clicks']:,} of label 1)"
-    return "  ".join([*parts, *ranks, counts])
+    return "  ".join([*parts, *own, *ranks, counts])
 
 
 if __name__ == "__main__":

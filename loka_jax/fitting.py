@@ -21,7 +21,7 @@ import pyarrow as pa
 from pyarrow import dataset, parquet
 from rich.console import Console
 
-from loka_jax import jsonfile
+from loka_jax import jsonfile, named
 from loka_jax.cache_folder import cache_folder
 from loka_jax.export import Exported, export_run
 from loka_jax.options import did_you_mean
@@ -97,6 +97,8 @@ def fit(
     model: Any = "dlrm",
     valid: Any = None,
     test: Any = None,
+    loss: Any = None,
+    metrics: Mapping[str, Any] | None = None,
     workdir: str | os.PathLike | None = None,
     settings: Mapping[str, Any] | None = None,
     console: Console | None = None,
@@ -114,6 +116,9 @@ def fit(
         valid: the validation rows, like `data`, or as in "dt=2026-11-13"; if None, the
             last tenth by time, or a tenth.
         test: the rows of the final evaluation, likewise; if None, the validation rows.
+        loss: a function of your own, or "module:function", see
+            `loka_jax.train.own_functions`; the log loss if None.
+        metrics: such functions by name, which evaluations measure, too.
         workdir: the new folder of the run; if None, one under `runs/`.
         settings: values of options by their names on the command line without dashes,
             such as {"loop.epochs": 3, "data.dense": ("price",), "seed": 1}.
@@ -132,6 +137,11 @@ def fit(
     if label is not None:
         name = "data.label" if isinstance(label, str) else "data.labels"
         own[name] = label if isinstance(label, str) else tuple(label)
+    if loss is not None:
+        own["optim.loss"] = _kept("the loss", loss)
+    if metrics is not None:
+        kept = {name: _kept(f"the metric {name}", f) for name, f in metrics.items()}
+        own["metrics"] = tuple(f"{name}={f}" for name, f in kept.items())
     if workdir is not None:
         own["workdir"] = pathlib.Path(workdir)
     config = changed(table_config(model), own)
@@ -141,6 +151,21 @@ def fit(
         raise KeyboardInterrupt
     assert done.workdir is not None
     return FittedRun(done.workdir)
+
+
+def _kept(what: str, function: Any) -> str:
+    """Returns the name by which a run keeps a function.
+
+    Raises:
+        ValueError: one sentence, if it has none that is found again.
+    """
+    try:
+        return function if isinstance(function, str) else named.name_of(function)
+    except ValueError as error:
+        raise ValueError(
+            f"{what} could not be read again from the run's folder ({error}): define "
+            "it by `def` in a file, outside of functions."
+        ) from None
 
 
 def changed(config: Config, settings: Mapping[str, Any]) -> Config:

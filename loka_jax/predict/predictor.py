@@ -336,15 +336,13 @@ def _batches(
 
 
 def _probabilities(logits: np.ndarray) -> np.ndarray:
-    """Returns `1 / (1 + exp(-logit))` as float32, computed in float64."""
+    """Returns the probabilities of logits that are numbers."""
     if lost := np.count_nonzero(np.isnan(logits)):
         raise ValueError(
             f"{lost:,} of {logits.size:,} scores are no numbers: the run's weights are "
             "not all finite, or too large. Train it again with a lower --optim.lr."
         )
-    x = logits.astype(np.float64)
-    small = np.exp(-np.abs(x))  # never overflows
-    return (np.where(x >= 0, 1.0, small) / (1.0 + small)).astype(np.float32)
+    return metrics.probabilities(logits)
 
 
 def _table(rows: Any) -> pa.Table:

@@ -65,6 +65,8 @@ class Config:
         dispatch: rules and limits of that choice.
         mesh: several devices.
         collectives: what is summed over them, and how it travels.
+        metrics: further measures of evaluations, as NAME=module:function of functions
+            of your own, see `loka_jax.train.own_functions`.
         calibrate: fits a line to the logits of the validation rows when training has
             ended, through which all later logits go: in prediction, exports and
             servers, too.
@@ -85,6 +87,7 @@ class Config:
     dispatch: DispatchOptions = DispatchOptions()
     mesh: MeshConfig = MeshConfig()
     collectives: CollectivesConfig = CollectivesConfig()
+    metrics: tuple[str, ...] = ()
     calibrate: bool = False
     init_from: pathlib.Path | None = None
     run: Annotated[RunOptions, tyro.conf.OmitArgPrefixes] = RunOptions()

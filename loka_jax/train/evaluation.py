@@ -12,13 +12,14 @@ from loka_jax.data.batch import ids_of_labels
 from loka_jax.train import metrics, tasks
 from loka_jax.train.build import Run
 from loka_jax.train.calibration import Calibration, fitted
+from loka_jax.train.own_functions import metrics_of
 from loka_jax.train.processes import watchdog
 from loka_jax.train.scores import Scores
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import past_first_steps
 
 SAMPLE = 1 << 18  # examples of a final evaluation that are kept, up to a batch more
-_LOGGED = ("auc", "logloss", "ne", "calibration")
+_LOGGED = ("auc", "logloss", "ne", "calibration", "metrics")
 
 
 class Evaluated(NamedTuple):
@@ -67,7 +68,8 @@ def evaluate(run: Run, state: TrainState, dataset: Dataset) -> Evaluated:
         watchdog.alive()
     batches = run.fetched(scored)
     logits, labels, weights = map(np.concatenate, zip(*batches, strict=True))
-    values = tasks.evaluated(dataset.schema.labels, seen, logits, labels, weights)
+    own = metrics_of(run.config.metrics)
+    values = tasks.evaluated(dataset.schema.labels, seen, logits, labels, weights, own)
     counts = tuple(len(own) for *_, own in batches)
     return Evaluated(logits, labels, weights, values, counts)
 
@@ -96,7 +98,7 @@ def evaluate_finally(
     before = {}
     if calibration is not None:
         before = {"uncalibrated": logged(evaluated)}
-        evaluated = _calibrated(evaluated, calibration, dataset.schema)
+        evaluated = _calibrated(run, evaluated, calibration, dataset.schema)
     by_task = evaluated.values.get("tasks", {"": evaluated.values}).values()
     if any(part["non_finite"] for part in by_task):
         return logged(evaluated) | before, {}
@@ -111,20 +113,22 @@ def calibration_of(run: Run, state: TrainState) -> Calibration:
 
 
 def _calibrated(
-    evaluated: Evaluated, calibration: Calibration, schema: Schema
+    run: Run, evaluated: Evaluated, calibration: Calibration, schema: Schema
 ) -> Evaluated:
     """Returns the rows with calibrated logits, and the metrics of these."""
     logits, rows = calibration.of(evaluated.logits), evaluated[1:3]
     labels, weights = tasks.known(*map(jnp.asarray, rows))
     seen = metrics.init(weighted=schema.weighted, tasks=len(schema.labels))
     seen = metrics.update(seen, jnp.asarray(logits), labels, weights)
-    values = tasks.evaluated(schema.labels, seen, logits, *rows)
+    own = metrics_of(run.config.metrics)
+    values = tasks.evaluated(schema.labels, seen, logits, *rows, own)
     return evaluated._replace(logits=logits, values=values)
 
 
 def logged(evaluated: Evaluated) -> dict[str, Any]:
     """Returns the `quality` of what was evaluated."""
-    return tasks.select(evaluated.values, dict(zip(_LOGGED, _LOGGED, strict=True)))
+    names = {name: name for name in _LOGGED if name in evaluated.values}
+    return tasks.select(evaluated.values, names)
 
 
 def _sample(evaluated: Evaluated, dataset: Dataset, size: int) -> dict[str, Scores]:

@@ -59,7 +59,7 @@ _MAY_CHANGE = (
     "loop.keep_checkpoints",
     "loop.max_skipped_steps",
     "loop.on_divergence",
-    "calibrate",
+    *("calibrate", "metrics"),
     *("mesh", "collectives", "optim.rows_c"),  # c follows the groups of the mesh
     # Where the data lie; what they hold is compared with the checkpoint's.
     *("data.path", "data.train", "data.valid", "data.test", "data.cache"),

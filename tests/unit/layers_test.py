@@ -29,6 +29,7 @@ fitting
 """
 TRAIN = """
 processes tables metrics baselines calibration
+own_functions
 checkpoints state tasks scores
 gradients
 placement
