@@ -43,7 +43,7 @@ class Arguments:
             or requests, for GAUC and NDCG; None for none.
         k: rows of a group that count for NDCG.
         importance: tells by how much NE rises if the values of each column are in
-            another order, on the first 20,000 rows.
+            another order, on the first 20,000 rows; on the run's page, too.
         out: a file for the numbers as JSON; None for none.
     """
 
@@ -64,6 +64,8 @@ def main(line: list[str]) -> int:
 def _run(arguments: Arguments) -> int:
     from loka_jax import jsonfile
     from loka_jax.predict import evaluate_files, importance_of, load
+    from loka_jax.report.run_page import write_run_page
+    from loka_jax.train.folder.record import IMPORTANCE, REPORT, read_run
 
     predictor = load(arguments.workdir)
     how = "" if predictor.calibration is None else ", calibrated"
@@ -89,6 +91,9 @@ def _run(arguments: Arguments) -> int:
         for column, ne, half in ranked:
             print(printable(f"  {column}: {ne:+.5f} ± {half:.5f}"))
         numbers["importance"] = [one._asdict() for one in ranked]
+        jsonfile.write(arguments.workdir / IMPORTANCE, numbers["importance"])
+        page = write_run_page(arguments.workdir / REPORT, read_run(arguments.workdir))
+        print(printable(f"Report: {page}"))
     if arguments.out is not None:
         jsonfile.write(arguments.out, numbers)
         print(printable(f"Numbers: {arguments.out}"))

@@ -28,7 +28,7 @@ from loka_jax.options import did_you_mean
 from loka_jax.predict import Predictor, evaluate_files, load
 from loka_jax.terminal import one_line
 from loka_jax.train.config import Config
-from loka_jax.train.folder.record import SITES, SUMMARY
+from loka_jax.train.folder.record import REPORT, SITES, SUMMARY
 from loka_jax.train.session import standard_output, train
 from loka_jax.train.settings import settings_for, table_config
 
@@ -63,7 +63,7 @@ class FittedRun:
 
     def report(self) -> pathlib.Path:
         """Returns the page of the run; in a notebook, show it by `_repr_html_`."""
-        return self.workdir / "report.html"
+        return self.workdir / REPORT
 
     def _repr_html_(self) -> str:
         page = html.escape(self.report().read_text("utf-8"))

@@ -42,8 +42,8 @@ class OwnNnx(linen.Module):
         else:
             shapes = nnx.eval_shape(make, jax.random.key(0))
             graph, params, stats, keys = self._split(shapes)
-            nnx.replace_by_pure_dict(params, self.variables.get("params", {}))
-            nnx.replace_by_pure_dict(stats, self.variables.get("batch_stats", {}))
+            for state, name in ((params, "params"), (stats, "batch_stats")):
+                nnx.replace_by_pure_dict(state, dict(self.variables.get(name, {})))
         module = nnx.merge(graph, params, stats, self._drawn(keys))
         is_training = options.pop("train", False)
         module.train() if is_training else module.eval()

@@ -46,6 +46,8 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         notes=run.notes + [x for k in _NOTES for x in texts(summary.get(k))],
         final=final,
         tasks={k: as_dict(task) for k, task in as_dict(final.get("tasks")).items()},
+        own_metrics=_own_metrics(final),
+        importance=run.importance[:_MAX_COLUMNS],
         before=as_dict(final.get("uncalibrated")),
         calibrations=_calibrations(as_dict(final.get("uncalibrated"))),
         final_split=final_split,
@@ -167,6 +169,15 @@ def _calibration(bins: list[dict[str, Any]], caption: str) -> list[Figure]:
     rows = [tuple(real(part.get(name)) for name in names) for part in bins]
     title, x, y = "Calibration by prediction", "mean prediction", "mean label"
     return charts.scatter(title, [Series(caption, rows, "accent")], x, y)
+
+
+def _own_metrics(final: dict[str, Any]) -> dict[str, Any]:
+    """Returns the numbers of a user's own metrics, by name and task."""
+    own = as_dict(final.get("metrics"))
+    for task, part in as_dict(final.get("tasks")).items():
+        numbers = as_dict(as_dict(part).get("metrics"))
+        own |= {f"{name}, {task}": x for name, x in numbers.items()}
+    return own
 
 
 def _calibrations(before: dict[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@
     evaluation.json the final evaluation by predictions, and by values of columns
     scores.npy      logits, labels and weights of the examples behind it, by label if
                     there are several
+    importance.json that of columns, where a later evaluation measured it
     calibration.json the line through which logits go, with `Config.calibrate`
     summary.json    the run in numbers, written last
     encoding/       what turns rows into the model's inputs, vocabularies among it
@@ -48,8 +49,8 @@ METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"
 PLAN = "plan.json"
 BEST = "best"
-EVALUATION = "evaluation.json"
-ENCODING = "encoding"
+EVALUATION, IMPORTANCE = "evaluation.json", "importance.json"
+ENCODING, REPORT = "encoding", "report.html"
 _PACKAGES = "jax jaxlib flax optax orbax-checkpoint numpy pyarrow jax-triton".split()
 
 
@@ -112,7 +113,13 @@ class RunRecord(contextlib.AbstractContextManager):
         """Writes config.json, and drops what a run after `step` or its end left."""
         self._made = []
         self.write(CONFIG, {saved_format.KEY: saved_format.RUN, **self._config})
-        ends = (SUMMARY, EVALUATION, SCORES, CALIBRATION)  # this run has not ended
+        ends = (
+            SUMMARY,
+            EVALUATION,
+            SCORES,
+            CALIBRATION,
+            IMPORTANCE,
+        )  # this run has not ended
         for name in ends if self.writes else ():
             (self.workdir / name).unlink(missing_ok=True)
         self.truncate(step)
@@ -238,6 +245,7 @@ def read_run(workdir: Path) -> RunFiles:
         sites=[as_dict(site) for site in read(SITES, list)],
         scales=read_lines(SCALES),
         evaluation=read(EVALUATION, dict),
+        importance=[as_dict(row) for row in read(IMPORTANCE, list)],
         notes=notes,
     )
     if not (run.summary or run.config or run.train or run.evals):
