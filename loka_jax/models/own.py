@@ -57,7 +57,8 @@ class OwnModel(RankingModel):
         else:
             from loka_jax.models.own_nnx import OwnNnx  # a tenth of a second
 
-            module, takes_train = OwnNnx(cls, fields, name=f"{cls.__name__}_0"), True
+            own = cls, fields, self.num_tasks
+            module, takes_train = OwnNnx(*own, name=f"{cls.__name__}_0"), True
         options: dict[str, Any] = {"train": train} if takes_train else {}
         model = nn.convert(module, recipe=self.recipe, skip=self.skip)
         logits = model(dense_features, embeddings.astype(jnp.float32), **options)

@@ -12,13 +12,15 @@ class OwnNnx(linen.Module):
     """A module that calls one of NNX.
 
     Attributes:
-        of: its class. It is made with `rngs`, and, if it names them, with the sizes
-            `num_dense`, `num_fields` and `dim` of its inputs.
-        options: further ones that it is made with.
+        of: its class. It is made with those of these that it names: `rngs`, the sizes
+            `num_dense`, `num_fields` and `dim` of its inputs, and `num_tasks`.
+        options: further ones that it is made with, or others of these.
+        num_tasks: number of labels that it predicts.
     """
 
     of: Any
     options: Any
+    num_tasks: int = 1
 
     @linen.compact
     def __call__(
@@ -28,8 +30,9 @@ class OwnNnx(linen.Module):
         **options: Any,
     ) -> Any:
         """Returns what the module does; in training if `options` say so."""
-        shape = dense_features.shape[1], *embeddings.shape[1:]
-        sizes = dict(zip(("num_dense", "num_fields", "dim"), shape, strict=True))
+        names = "num_dense", "num_fields", "dim", "num_tasks"
+        shape = dense_features.shape[1], *embeddings.shape[1:], self.num_tasks
+        sizes = dict(zip(names, shape, strict=True))
         asked = inspect.signature(self.of.__init__).parameters
         sizes = {k: v for k, v in sizes.items() if k in asked} | dict(self.options)
 

@@ -42,12 +42,12 @@ class NoModel:
 class Nnx(nnx.Module):
     """One of NNX, with a list, running moments and dropout."""
 
-    def __init__(self, num_dense, num_fields, dim, *, width=32, rngs: nnx.Rngs):
+    def __init__(self, num_dense, num_fields, dim, num_tasks, *, width=32, rngs):
         sizes = num_dense + num_fields * dim, width
         self.layers = nnx.List([nnx.Linear(*sizes, rngs=rngs)])
         self.norm = nnx.BatchNorm(width, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.head = nnx.Linear(width, 1, rngs=rngs)
+        self.head = nnx.Linear(width, num_tasks, rngs=rngs)
 
     def __call__(self, dense, embeddings):
         x = jnp.concatenate([dense, embeddings.reshape(len(dense), -1)], axis=1)

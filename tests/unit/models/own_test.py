@@ -43,7 +43,7 @@ def test_a_module_of_nnx_computes_what_it_does():
     model = own_model(functools.partial(Nnx, width=16), recipe="f32")
     variables = model.init(jax.random.key(0), DENSE, ROWS)
     assert {*variables} == {"params", "batch_stats"}
-    expected = Nnx(3, 2, 8, width=16, rngs=nnx.Rngs(9))
+    expected = Nnx(3, 2, 8, 1, width=16, rngs=nnx.Rngs(9))
     (params,) = variables["params"].values()
     nnx.replace_by_pure_dict(state := nnx.state(expected, nnx.Param), params)
     nnx.update(expected, state)
@@ -62,6 +62,12 @@ def test_a_module_of_nnx_computes_what_it_does():
     (before,) = variables["batch_stats"].values()
     (after,) = changed["batch_stats"].values()
     assert not np.array_equal(after["norm"]["mean"], before["norm"]["mean"])
+
+
+def test_a_module_of_nnx_may_have_several_tasks():
+    model = own_model(Nnx, recipe="f32", num_tasks=2)
+    found, _ = model.init_with_output(jax.random.key(0), DENSE, ROWS)
+    assert found.shape == (4, 2)
 
 
 def test_state_that_a_run_does_not_save_is_refused():
