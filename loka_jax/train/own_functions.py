@@ -87,6 +87,7 @@ def measured(
     """
     real = weights > 0
     rows = probabilities(logits[real]), labels[real], weights[real]
+    rows = tuple(x.astype(np.float64) for x in rows)
     numbers = {}
     for name, metric in metrics.items():
         try:
