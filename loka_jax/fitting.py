@@ -140,8 +140,8 @@ def fit(
     if loss is not None:
         own["optim.loss"] = _kept("the loss", loss)
     if metrics is not None:
-        kept = {name: _kept(f"the metric {name}", f) for name, f in metrics.items()}
-        own["metrics"] = tuple(f"{name}={f}" for name, f in kept.items())
+        kept = [f"{k}={_kept(f'the metric {k}', f)}" for k, f in metrics.items()]
+        own["metrics"] = tuple(kept)
     if workdir is not None:
         own["workdir"] = pathlib.Path(workdir)
     config = changed(table_config(model), own)
@@ -154,18 +154,8 @@ def fit(
 
 
 def _kept(what: str, function: Any) -> str:
-    """Returns the name by which a run keeps a function.
-
-    Raises:
-        ValueError: one sentence, if it has none that is found again.
-    """
-    try:
-        return function if isinstance(function, str) else named.name_of(function)
-    except ValueError as error:
-        raise ValueError(
-            f"{what} could not be read again from the run's folder ({error}): define "
-            "it by `def` in a file, outside of functions."
-        ) from None
+    """Returns the name by which a run keeps a function."""
+    return function if isinstance(function, str) else named.name_of(what, function)
 
 
 def changed(config: Config, settings: Mapping[str, Any]) -> Config:

@@ -95,15 +95,16 @@ def own_model(model: Any, **options: Any) -> OwnModel:
         class_of(model)
         return OwnModel(own=model, **options)
     cls, given = _made_with(model)
+    own = named.name_of(f"the model {cls.__qualname__}", cls)
     try:
-        own, text = named.name_of(cls), json.dumps(given)
+        text = json.dumps(given)
         if _read(text) != given:
             raise ValueError("what it is made with is not the same when read again")
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"the model {cls.__qualname__} could not be read again from the run's "
-            f"folder ({one_line(error)}): define it in a file, with fields that are "
-            "numbers, texts and tuples of them."
+            f"folder ({one_line(error)}): make it with numbers, texts and tuples of "
+            "them."
         ) from None
     return OwnModel(own=own, own_options=text, **options)
 

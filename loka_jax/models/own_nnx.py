@@ -4,8 +4,11 @@ import inspect
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen, nnx
 from jaxtyping import Array, Float
+
+_COLLECTIONS = "params", "batch_stats"
 
 
 class OwnNnx(linen.Module):
@@ -45,7 +48,7 @@ class OwnNnx(linen.Module):
         else:
             shapes = nnx.eval_shape(make, jax.random.key(0))
             graph, params, stats, keys = self._split(shapes)
-            for state, name in ((params, "params"), (stats, "batch_stats")):
+            for name, state in zip(_COLLECTIONS, (params, stats), strict=True):
                 nnx.replace_by_pure_dict(state, dict(self.variables.get(name, {})))
         module = nnx.merge(graph, params, stats, self._drawn(keys))
         is_training = options.pop("train", False)
@@ -53,11 +56,10 @@ class OwnNnx(linen.Module):
         if "train" in inspect.signature(self.of.__call__).parameters:
             options["train"] = is_training
         logits = module(dense_features, embeddings, **options)
-        _, _, stats, _ = self._split(module)
-        if self.is_initializing():
-            self._keep("params", params)
-        if self.is_mutable_collection("batch_stats"):
-            self._keep("batch_stats", stats)
+        for name, state in zip(_COLLECTIONS, self._split(module)[1:3], strict=True):
+            if self.is_mutable_collection(name):
+                for key, value in nnx.to_pure_dict(state).items():
+                    self.put_variable(name, key, value)
         return logits
 
     def _split(self, module: nnx.Module) -> Any:
@@ -74,19 +76,12 @@ class OwnNnx(linen.Module):
 
     def _drawn(self, keys: nnx.State) -> nnx.State:
         """Returns the state of generators, of this step's key for dropout."""
-        key = jax.random.key(0)
-        if self.has_rng("dropout"):
-            key = self.make_rng("dropout")
+        has_key = self.has_rng("dropout")
+        key = self.make_rng("dropout") if has_key else jax.random.key(0)
         flat = nnx.to_flat_state(keys)
         for number, (_, value) in enumerate(flat):
             x = value.get_value()
-            if isinstance(value, nnx.RngKey):
-                new = jax.random.split(jax.random.fold_in(key, number), x.shape)
-            else:
-                new = jax.numpy.zeros(x.shape, x.dtype)
-            value.set_value(new)
+            is_key = isinstance(value, nnx.RngKey)
+            keys_of = jax.random.split(jax.random.fold_in(key, number), x.shape)
+            value.set_value(keys_of if is_key else jnp.zeros(x.shape, x.dtype))
         return nnx.from_flat_state(flat)
-
-    def _keep(self, collection: str, state: nnx.State) -> None:
-        for name, value in nnx.to_pure_dict(state).items():
-            self.put_variable(collection, name, value)

@@ -143,17 +143,8 @@ class Predictor:
                 without.
         """
         if self.config.data.is_log:
-            found = self._candidates([*blocks], counts, judged)
-        else:
-            found = self._in_order(blocks, counts)
-        for table, logits in found:
-            own = self.calibration
-            yield table, logits if own is None else own.of(logits)
-
-    def _in_order(
-        self, blocks: Iterable[Block], counts: Counts
-    ) -> Iterator[tuple[pa.Table, np.ndarray]]:
-        """Yields the rows of the blocks, which are no event log."""
+            yield from self._candidates([*blocks], counts, judged)
+            return
         waiting: collections.deque[pa.Table] = collections.deque()
 
         def records() -> Iterator[np.ndarray]:
@@ -225,7 +216,10 @@ class Predictor:
         for found, numbers in _one_ahead(launched()):
             own = np.asarray(found)[: len(numbers)]
             logits[numbers] = own.reshape(len(numbers), -1)
-        return logits if len(schema.labels) > 1 else logits[:, 0]
+        return self._calibrated(logits if len(schema.labels) > 1 else logits[:, 0])
+
+    def _calibrated(self, logits: np.ndarray) -> np.ndarray:
+        return logits if self.calibration is None else self.calibration.of(logits)
 
     def _no_scores(self) -> np.ndarray:
         num_tasks = len(self.tasks)
@@ -244,7 +238,7 @@ class Predictor:
                 yield self._run_step(self._state, seen, batch)[1], count
 
         for logits, count in _one_ahead(launched()):
-            yield np.asarray(logits)[:count]
+            yield self._calibrated(np.asarray(logits)[:count])
 
 
 def load(
