@@ -62,10 +62,10 @@ def check_functions(loss: str | None, metrics: tuple[str, ...], tasks: int) -> N
     measured(metrics_of(metrics), logits, labels, weights)
     if loss is None:
         return
-    shape = (4,) if tasks == 1 else (4, tasks)
+    function, shape = loss_of(loss), (4,) if tasks == 1 else (4, tasks)
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
     try:
-        found = jax.eval_shape(loss_of(loss), x, x, x).shape
+        found = jax.eval_shape(function, x, x, x).shape
     except Exception as error:  # a user's function may raise any kind
         found = one_line(error)
     if found != shape:
