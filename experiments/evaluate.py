@@ -13,6 +13,7 @@ import pathlib
 import sys
 
 from experiments.options import run_alone
+from experiments.predict import print_irregular
 from loka_jax.commands import leave_on_interrupt
 from loka_jax.terminal import printable
 
@@ -84,6 +85,7 @@ def _run(arguments: Arguments) -> int:
         for name, numbers in tasks.items():
             place = value if len(tasks) == 1 else f"{value}, {name}"
             print(printable(f"  {place}: {_in_words(numbers)}"))
+    print_irregular(found.irregular)
     numbers = found._asdict()
     if arguments.importance:
         ranked = importance_of(predictor, rows.path, where=rows.where)

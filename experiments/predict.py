@@ -90,9 +90,7 @@ def _run(arguments: Arguments) -> int:
     )
     if scored.bad_rows:
         print(f"{scored.bad_rows:,} rows with a wrong number of columns left out.")
-    for column, kinds in scored.counts["columns"].items():
-        counts = (f"{kinds[kind]:,} {_WORDS.get(kind, kind)}" for kind in kinds)
-        print(f"{column}: {', '.join(counts)}")
+    print_irregular(scored.counts["columns"])
     for warning in scored.warnings:
         print(printable(warning))
     rate = scored.rows / scored.seconds
@@ -104,6 +102,13 @@ def _run(arguments: Arguments) -> int:
 
 
 _WORDS = {"oov": "not in the vocabulary"}
+
+
+def print_irregular(columns: dict[str, dict[str, int]]):
+    """Prints the values that a policy applied to, by column."""
+    for column, kinds in columns.items():
+        counts = (f"{kinds[kind]:,} {_WORDS.get(kind, kind)}" for kind in kinds)
+        print(printable(f"{column}: {', '.join(counts)}"))
 
 
 def _show(rows: int) -> None:

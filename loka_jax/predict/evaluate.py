@@ -45,10 +45,13 @@ class Evaluated(NamedTuple):
             where there is nothing to judge by. With a column of lists that were
             ranked, `gauc` and `ndcg`, too; those of `Config.metrics` under `metrics`.
         groups: the same of the values of the columns, those of most rows first.
+        irregular: values that a policy applied to, by column and kind; `oov` counts
+            those without an id of their own.
     """
 
     overall: dict[str, dict[str, Any]]
     groups: dict[str, dict[str, dict[str, Any]]]
+    irregular: dict[str, dict[str, int]]
 
 
 def evaluate_files(
@@ -78,15 +81,17 @@ def evaluate_files(
     if k < 1:
         raise ValueError(f"--k {k} must be at least 1.")
     own = metrics_of(predictor.config.metrics)
-    rows = judged_rows(predictor, path, where=where, by=by, within=within)
-    groups = {}
+    counts, groups = Counts(), {}
+    rows = judged_rows(
+        predictor, path, where=where, by=by, within=within, counts=counts
+    )
     if by:
         ranked = pc.value_counts(rows.keys.combine_chunks())
         order = np.argsort(-np.asarray(ranked.field(1)), kind="stable")[:_GROUPS]
         for key in ranked.field(0).take(pa.array(order)):
             mask = np.asarray(pc.equal(rows.keys, key).combine_chunks())
             groups[key.as_py()] = _by_task(rows.taken(mask), k, own)
-    return Evaluated(_by_task(rows, k, own), groups)
+    return Evaluated(_by_task(rows, k, own), groups, counts.report()["columns"])
 
 
 class Judged(NamedTuple):
@@ -127,8 +132,10 @@ def judged_rows(
     where: str | None = None,
     by: tuple[str, ...] = (),
     within: str | None = None,
+    counts: Counts | None = None,
 ) -> Judged:
     """Returns labelled rows with their logits; see `evaluate_files`."""
+    counts = counts or Counts()
     paths, config = as_texts(path), predictor.encoding.config
     files, rule = chosen_files(config, paths, where)
     further = tuple(x for x in (config.weight, within) if x is not None)
@@ -137,7 +144,7 @@ def judged_rows(
     blocks = blocks_of(config, files, rule, columns, BadRows(config.max_bad_rows))
     parts, groups = [], []
     with unchanged({file: stamp_of(file) for file in files}):
-        for table, logits in predictor.with_logits(blocks, Counts(), judged=True):
+        for table, logits in predictor.with_logits(blocks, counts, judged=True):
             numbers = np.arange(1, len(logits) + 1)
             block = Block(table, numbers, ", ".join(paths))
             parts.append(_part(block, logits, predictor.tasks, config.weight, by))

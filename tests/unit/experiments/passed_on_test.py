@@ -160,7 +160,8 @@ def test_evaluate(run, monkeypatch, tmp_path):
         asked.append((arguments[1:], options))
         numbers = {"rows": 9, "clicks": 4, "auc": None, "logloss": 0.5, "ne": 0.9}
         numbers |= {"ne_half": 0.1, "calibration": 1.0}
-        return predictions.Evaluated({"click": numbers}, {"at": {"click": numbers}})
+        groups, irregular = {"at": {"click": numbers}}, {"price": {"oov": 3, "nan": 1}}
+        return predictions.Evaluated({"click": numbers}, groups, irregular)
 
     stand_in = SimpleNamespace(step=7)
     monkeypatch.setattr(predictions, "load", lambda workdir: stand_in)
@@ -175,4 +176,5 @@ def test_evaluate(run, monkeypatch, tmp_path):
     ]
     numbers = "AUC n/a  log loss 0.50000  NE 0.90000 ± 0.10000  calibration 1.0000"
     assert f"click: {numbers}  (9 rows, 4 of label 1)\n  at: {numbers}" in said
+    assert "\nprice: 3 not in the vocabulary, 1 nan\n" in said
     assert json.loads(out.read_text())["groups"]["at"]["click"]["rows"] == 9
