@@ -33,6 +33,7 @@ from experiments.bench import models
 from experiments.bench import result as results
 from experiments.configs import find_config
 from loka_jax import nn
+from loka_jax.data import transforms
 from loka_jax.data.generated import schema_of
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch.first_use import as_if_accurate
@@ -191,7 +192,7 @@ def _exported(
     own = {x: getattr(trained.state, x) for x in ("params", "fp8", "batch_stats")}
     logits = logits_function(form.model, trained)
     tables = jax.tree.leaves(trained.state.table)
-    blank = Encoding(*inputs_as_given(trained.schema)).blank(batch)
+    blank = Encoding(*inputs_as_given(trained.schema), transforms).blank(batch)
     whole, prepared = export_function(form, logits, own, tables, *blank)
 
     def from_ids():

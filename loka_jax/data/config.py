@@ -9,6 +9,7 @@ from typing import Literal
 
 from loka_jax.data.batch import MAX_SLOTS, Columns
 from loka_jax.data.event_options import HISTORY, check_events
+from loka_jax.data.transform_options import Inputs, inputs_of, parse_transforms
 from loka_jax.options import pairs, require
 
 # Criteo's display advertising logs (Kaggle 2014, and the terabyte's day files) have no
@@ -68,9 +69,11 @@ class DataConfig:
         bad: `clean` makes missing and NaN dense values 0 (before the transform), clips
             those beyond +-1e12 and gives values outside the vocabulary id 0; `strict`
             refuses them all. Empty categorical values have id 0.
-        transform: applied to dense values after that. `log1p` is
+        transform: what is made of dense values after that, and of times. `log1p` is
             `sign(x) log(1 + |x|)`, finite for negative values too; `standardize` is
-            `(x - mean) / std` with the statistics of the training rows; or `none`.
+            `(x - mean) / std` with the statistics of the training rows; or `none`. By
+            column, as in "price=log1p,clip:0:100,missing" "age=buckets:16"
+            "at=hour,weekday", see `loka_jax.data.transform_options`.
         weight: column of the examples' weights, 0 or more, in loss and metrics; all
             are 1 if None (`table`).
         keep_negatives: share of the training rows without a click that are kept, by
@@ -136,7 +139,7 @@ class DataConfig:
     hashed: tuple[str, ...] = ()
     share: tuple[str, ...] = ()
     bad: Literal["clean", "strict"] = "clean"
-    transform: Literal["log1p", "standardize", "none"] = "log1p"
+    transform: tuple[str, ...] = ("log1p",)
     weight: str | None = None
     keep_negatives: float = 1.0
     valid_fraction: float = 0.1
@@ -185,7 +188,7 @@ class DataConfig:
         self._check_kind()
         if self.separator == "":
             raise ValueError("--data.separator is empty: name a character, as in '|'.")
-        _ = self.weights_of_multi
+        _ = self.weights_of_multi, parse_transforms(self.transform)
         if self.kind == "table":
             self._check_tables()
         if self.labels and self.label not in ("label", self.labels[0]):
@@ -253,11 +256,17 @@ class DataConfig:
     @property
     def owners(self) -> dict[str, str]:
         """The columns whose table another one uses, by that one."""
-        return pairs("--data.share", self.share, columns_of(self).fields)
+        return pairs("--data.share", self.share, _with_values(self))
+
+    @property
+    def inputs(self) -> Inputs:
+        """The inputs that are made of dense columns, and of times."""
+        dense = CRITEO_DENSE if self.kind == "criteo" else self.dense
+        return inputs_of(self.transform, dense)
 
     def hash_rows(self, column: str) -> int | None:
         """Returns the rows of a hashed column's table; None if it has a vocabulary."""
-        names = columns_of(self).fields
+        names = _with_values(self)
         own = pairs("--data.hash-sizes", self.hash_sizes, names).get(column)
         if own is not None:
             return int(own)
@@ -266,7 +275,7 @@ class DataConfig:
 
     def _check_tables(self):
         """Checks `hash_sizes`, `hashed` and `share` against the columns."""
-        names, owners = columns_of(self).fields, self.owners
+        names, owners = _with_values(self), self.owners
         sizes = pairs("--data.hash-sizes", self.hash_sizes, names)
         for column, rows in sizes.items():
             if not rows.isdecimal() or not 2 <= int(rows) <= MAX_ROWS:
@@ -342,15 +351,18 @@ def as_paths(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 def columns_of(config: DataConfig) -> Columns:
     """Returns the columns that `config` names; those of Criteo's files are fixed."""
+    dense, parts = config.inputs
     if config.kind == "criteo":
         return Columns(
-            label=CRITEO_LABEL, dense=CRITEO_DENSE, categorical=CRITEO_CATEGORICAL
+            label=CRITEO_LABEL,
+            dense=(*dense,),
+            categorical=(*CRITEO_CATEGORICAL, *parts),
         )
     label, *further = config.labels or (config.label,)
     return Columns(
         label=label,
-        dense=config.dense,
-        categorical=(*config.context, *config.categorical, *config.actions),
+        dense=(*dense,),
+        categorical=(*config.context, *config.categorical, *config.actions, *parts),
         multi=config.multi,
         further_labels=tuple(further),
         user=HISTORY if config.lists else config.user,
@@ -361,10 +373,16 @@ def columns_of(config: DataConfig) -> Columns:
 
 def features_of(config: DataConfig) -> tuple[str, ...]:
     """Returns the columns that a model's inputs are made of."""
-    columns = columns_of(config)
-    weights = config.weights_of_multi.values()
-    names = (*columns.dense, *columns.fields, *weights, *config.lists_of.values())
-    return tuple(dict.fromkeys(names))
+    inputs, weights = config.inputs, config.weights_of_multi.values()
+    times = (part.source for part in inputs.parts.values())
+    names = (*inputs.numbers, *_with_values(config), *times, *weights)
+    return tuple(dict.fromkeys((*names, *config.lists_of.values())))
+
+
+def _with_values(config: DataConfig) -> tuple[str, ...]:
+    """Returns the fields that are columns of their own, in order."""
+    parts = config.inputs.parts
+    return tuple(name for name in columns_of(config).fields if name not in parts)
 
 
 def without_files(config: DataConfig) -> DataConfig:

@@ -23,6 +23,7 @@ from loka_jax.data.reader import record_dtype_of
 from loka_jax.data.records import Encoding
 from loka_jax.data.shards import SPLITS, ShardWriter, check_disk, new_folder
 from loka_jax.data.split import SplitReader, names_of
+from loka_jax.data.transform_options import Input
 from loka_jax.data.unfold import unfolded
 from loka_jax.data.values import MAX_DENSE, Counts, is_positive
 from loka_jax.terminal import clip
@@ -88,9 +89,9 @@ class _Split:
             }
         return {"examples": self.examples, **counts}
 
-    def nothing_left(self, place: int, column: str, transform: str) -> str | None:
+    def nothing_left(self, place: int, column: str, transform: Input) -> str | None:
         """Returns why a dense column tells rows apart no more, or None if it does."""
-        counts, low = self.values.of(column), self.low[place]
+        counts, low = self.values.of(transform.source), self.low[place]
         if self.examples < 2:
             return None
         if counts["missing"] + counts["nan"] == self.examples:
@@ -99,7 +100,8 @@ class _Split:
             return f"all its values lie beyond {MAX_DENSE:g}"
         if low != self.high[place]:
             return None
-        return f"it is constant, {low:g} after --data.transform {transform}"
+        steps = ",".join(str(name) for name, *_ in transform.steps)
+        return f"it is constant, {low:g} after --data.transform {steps}"
 
 
 class _Conversion:
@@ -145,7 +147,7 @@ class _Conversion:
             self.encoding.schema,
             without_files(self.config),
             forms=dict(self.encoding.forms),
-            standardizer=self.encoding.standardizer,
+            constants=dict(self.encoding.constants),
             report=self._report(bad_rows, facts),
         )
 
@@ -275,7 +277,8 @@ class _Conversion:
         """Returns a sentence on each column from which a model cannot learn."""
         train, found = self.splits["train"], []
         for place, column in enumerate(self.columns.dense):
-            if cause := train.nothing_left(place, column, self.config.transform):
+            transform = self.config.inputs.dense[column]
+            if cause := train.nothing_left(place, column, transform):
                 found.append(
                     f"Warning: nothing is left of dense column {clip(repr(column))} "
                     f"in the {train.examples:,} training rows: {cause}; leave it out, "

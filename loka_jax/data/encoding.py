@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from loka_jax.data.blocks import NULL_WORDS, Block, element_type, list_lengths, pc
 from loka_jax.data.config import DataConfig
+from loka_jax.data.transform_options import Input
 from loka_jax.data.values import parse_weights
 from loka_jax.terminal import clip
 
@@ -331,8 +332,9 @@ def _bits(value: str | None) -> int | None:
     return number % 2**64 if -(2**63) <= number < 2**64 else None
 
 
-# Turns the texts of a field into int32 ids below `rows`; 0 is for null and unknown.
-type Encoder = VocabularyEncoder | HashEncoder | ModuloEncoder
+# Turns the texts of a field into int32 ids below `rows`; 0 is for null and unknown. An
+# `Input` is a part of a number or time.
+type Encoder = VocabularyEncoder | HashEncoder | ModuloEncoder | Input
 
 
 def hash_encoder(config: DataConfig, column: str) -> Encoder | None:

@@ -31,10 +31,12 @@ def check_events(config: "DataConfig") -> None:
             "--data.user makes the rows events, which need an order: name a column "
             "of times or positions with --data.time."
         )
-    if config.dense or config.multi or config.keep_negatives < 1:
+    by_column = any("=" in entry for entry in config.transform)
+    if config.dense or config.multi or by_column or config.keep_negatives < 1:
         raise ValueError(
-            "An event log has no --data.dense or --data.multi columns, and keeps "
-            "all rows: leave out these, and --data.keep-negatives."
+            "An event log has no --data.dense or --data.multi columns, no "
+            "--data.transform of a column, and keeps all rows: leave out these, and "
+            "--data.keep-negatives."
         )
     if config.targets == "all" and (config.stream or config.row_capacity):
         raise ValueError(

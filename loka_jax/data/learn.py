@@ -20,7 +20,7 @@ from loka_jax.data.encoding import (
     text_form,
 )
 from loka_jax.data.records import Encoding
-from loka_jax.data.values import Counts, Moments, clean_dense
+from loka_jax.data.values import Counts, Sample, clean_dense
 from loka_jax.terminal import clip
 
 # What a container may use, in the two versions of Linux's control groups.
@@ -38,7 +38,7 @@ class Learner:
         """Starts with no rows; extends the encoding `base` if there is one."""
         self._config, self._base = config, base
         self.columns = columns_of(config)
-        names = self.columns.fields
+        names = [n for n in self.columns.fields if n not in config.inputs.parts]
         self._owners = {name: config.owners.get(name, name) for name in names}
         # Columns that share a table share a counter.
         merge_bytes = MERGE_BYTES // max(len(names), 1)
@@ -46,7 +46,8 @@ class Learner:
         self._counters = counters
         self._hashes = {owner: hash_encoder(config, owner) for owner in counters}
         self._num_counted = dict.fromkeys(names, 0)
-        self._moments = Moments(len(self.columns.dense))
+        self._learned = {} if base else config.inputs.learned
+        self._sample = Sample(len(config.inputs.numbers))
         self._longest = dict.fromkeys(self.columns.multi, 1)
         self._forms: dict[str, str] = {}
 
@@ -54,7 +55,7 @@ class Learner:
     def needs_all_rows(self) -> bool:
         """Whether the encoding depends on the training rows."""
         has_lists = self._base is None and bool(self.columns.multi)
-        return self._counts_all or self._standardizes or has_lists
+        return self._counts_all or bool(self._learned) or has_lists
 
     @property
     def _counts_all(self) -> bool:
@@ -63,16 +64,12 @@ class Learner:
             return any(_reserved(encoder) for encoder in self._base.encoders)
         return None in self._hashes.values()
 
-    @property
-    def _standardizes(self) -> bool:
-        return self._base is None and self._config.transform == "standardize"
-
     def add(self, block: Block) -> None:
         """Adds the rows of a block."""
         config = self._config
-        if self._standardizes:
-            dense = clean_dense(block, config, self.columns.dense, Counts())
-            self._moments.add(dense)
+        if self._learned:
+            numbers = clean_dense(block, config, Counts())
+            self._sample.add(np.stack([*numbers.values()], axis=1))
         for column, owner in self._owners.items():
             if (form := text_form(block.table.schema.field(column).type)) is not None:
                 self._forms.setdefault(owner, form)
@@ -109,13 +106,23 @@ class Learner:
                 facts[column]["table_of"] = owner
             if base is not None and self._counts_all:
                 facts[column] |= _growth(before[column], encoders[owner], counts)
-        learned = self._moments.result() if self._standardizes else None
+        place = config.inputs.numbers.index
+        learned = {
+            name: self._sample.constants(place(source), steps)
+            for name, (source, steps) in self._learned.items()
+        }
+        constants = base.constants if base else learned
+        parts = dict(config.inputs.bound(constants).parts)
+        for name, part in parts.items():
+            facts[name] = {"rows": part.rows, "values": len(part.values)}
+            facts[name] |= {"reserved": 0, "most_frequent": [], "warning": None}
+        own = {name: encoders[owner] for name, owner in self._owners.items()} | parts
         longest = self._longest.values()
         slots = tuple(min(n, config.max_values) for n in longest)
         encoding = Encoding(
             config=config,
-            encoders=tuple(encoders[owner] for owner in self._owners.values()),
-            standardizer=base.standardizer if base else learned,
+            encoders=tuple(own[name] for name in self.columns.fields),
+            constants=constants,
             slots=base.slots if base else slots,
             forms=base.forms if base else self._forms,
         )

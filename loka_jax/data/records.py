@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
+from loka_jax.data import transforms
 from loka_jax.data.batch import Columns, Schema
 from loka_jax.data.blocks import Block, pc
 from loka_jax.data.config import DataConfig, columns_of
@@ -27,15 +28,15 @@ from loka_jax.data.encoding import (
 )
 from loka_jax.data.event_options import HISTORY
 from loka_jax.data.reader import record_dtype_of
+from loka_jax.data.transform_options import Constants, Input
 from loka_jax.data.unfold import unfolded
 from loka_jax.data.values import (
     Counts,
-    Standardizer,
     clean_dense,
+    parse_instants,
     parse_labels,
     parse_times,
     parse_weights,
-    transform_dense,
 )
 from loka_jax.terminal import clip
 
@@ -47,7 +48,7 @@ class Encoding:
     """How raw columns become inputs of a model.
 
     Attributes:
-        standardizer: of the dense columns, with `transform="standardize"`.
+        constants: what training rows say of the inputs that transforms make.
         slots: the most values in a list of each multi-valued column.
         forms: how the training values of each table were written as text, see
             `text_form`.
@@ -55,7 +56,7 @@ class Encoding:
 
     config: DataConfig
     encoders: tuple[Encoder, ...]
-    standardizer: Standardizer | None = None
+    constants: Constants = dataclasses.field(default_factory=dict)
     slots: tuple[int, ...] = ()
     forms: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -125,11 +126,12 @@ class Encoding:
                 )
                 times, is_date = parse_times(block, config.time)
                 rows["time"] = times * (1e-6 if is_date else 1.0)
-            dense = clean_dense(block, config, columns.dense, counts)
-            rows["dense"] = transform_dense(dense, config, self.standardizer)
+            self._fill_numbers(rows, block, counts)
             start += len(block.rows)
             self._check_forms(block)
         for field, column in enumerate(columns.fields):
+            if isinstance(self.encoders[field], Input):
+                continue
             # All blocks in one call, as each may build a large lookup table.
             parts = [read_texts(block, column, config) for block in blocks]
             lengths = _joined([part.lengths for part in parts])
@@ -147,6 +149,21 @@ class Encoding:
                 padded = _padded(weights, lengths, slots, 0)
                 records[f"bag_weights_{number}"] = padded
         return records
+
+    def _fill_numbers(self, rows: np.ndarray, block: Block, counts: Counts) -> None:
+        """Writes what is made of numbers and times."""
+        values = clean_dense(block, self.config, counts)
+        inputs, fields = self.config.inputs.bound(self.constants), self.columns.fields
+        for place, (source, steps) in enumerate(inputs.dense.values()):
+            rows["dense"][:, place] = transforms.dense(values[source], steps)
+        for name, (source, (step,)) in inputs.parts.items():
+            if is_time := source not in values:
+                values[source] = parse_instants(block, source)
+            ids = rows["ids"][:, fields.index(name)] = transforms.ids(
+                values[source], step
+            )
+            if is_time:
+                counts.add(source, "missing", int(np.count_nonzero(ids == 0)))
 
     def _check_forms(self, block: Block) -> None:
         """Raises ValueError for values whose text may be another than in training."""
@@ -184,7 +201,9 @@ class Encoding:
                     f"{values[at].as_py()[:40]!r}, {why}"
                 )
 
-        ids = self.encoders[field].encode(values)
+        encoder = self.encoders[field]
+        assert not isinstance(encoder, Input)
+        ids = encoder.encode(values)
         why = "no 64-bit integer: correct it, or leave the column out of --data.hashed."
         refuse(ids == NO_INTEGER, why)
         no_id = ids == 0

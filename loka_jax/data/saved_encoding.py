@@ -25,6 +25,7 @@ from loka_jax.data.shards import (
     open_shards,
     vocabulary_name,
 )
+from loka_jax.data.transform_options import Input
 
 
 def digest_of(folder: ShardFolder) -> str:
@@ -41,7 +42,7 @@ def digest_of(folder: ShardFolder) -> str:
     parts = {
         "schema": schema,
         "settings": settings,
-        "standardizer": manifest.standardizer,
+        "constants": manifest.constants,
         "vocabulary": folder.vocabulary_digests,
         "forms": manifest.forms,
     }
@@ -60,7 +61,7 @@ def save_encoding(folder: ShardFolder, target: pathlib.Path) -> None:
         for name, entry in manifest.files.items():
             if name.startswith("vocabulary"):
                 writer.copy(folder.path / name, entry)
-        entries = {"forms": manifest.forms, "standardizer": manifest.standardizer}
+        entries = {"forms": manifest.forms, "constants": manifest.constants}
         writer.finish(folder.schema, manifest.config, **entries)
 
 
@@ -97,7 +98,7 @@ def load_encoding(folder: ShardFolder) -> Encoding:
         encoders=tuple(_encoders(folder)),
         slots=folder.schema.slots,
         forms=folder.manifest.forms,
-        standardizer=folder.manifest.standardizer,
+        constants=folder.manifest.constants,
     )
 
 
@@ -113,7 +114,8 @@ def values_of(
     """
     by_column = {}
     for column, encoder in zip(folder.schema.fields, _encoders(folder), strict=True):
-        values = encoder.values if isinstance(encoder, VocabularyEncoder) else ()
+        has_values = isinstance(encoder, VocabularyEncoder | Input)
+        values = encoder.values if has_values else ()
         by_column[column] = [
             str(values[i - 1]) if 1 <= i <= len(values) else None
             for i in ids.get(column, ())
@@ -123,7 +125,13 @@ def values_of(
 
 def _encoders(folder: ShardFolder) -> Iterator[Encoder]:
     schema, config = folder.schema, folder.manifest.config
+    parts = config.inputs.bound(folder.manifest.constants).parts
     for column, rows in zip(schema.fields, schema.vocab_sizes, strict=True):
+        if (part := parts.get(column)) is not None:
+            if part.rows != rows:
+                raise Unusable(folder.path, f"{column!r} has not {part.rows} rows")
+            yield part
+            continue
         owner = config.owners.get(column, column)
         if (hashes := hash_encoder(config, owner)) is not None:
             if hashes.rows != rows:

@@ -29,7 +29,6 @@ from loka_jax import jsonfile, saved_format
 from loka_jax.data.batch import Schema
 from loka_jax.data.config import DataConfig
 from loka_jax.data.reader import record_dtype_of
-from loka_jax.data.values import Standardizer
 from loka_jax.terminal import clip
 
 MANIFEST = "manifest.json"
@@ -76,16 +75,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[FileName, FileEntry]
     config: DataConfig
     forms: dict[str, str] = {}
-    standardizer: Standardizer | None = None
+    constants: dict[str, tuple[float, ...]] = {}
     report: dict[str, Any] = {}
 
     def __post_init__(self):
         """Checks that the parts agree, and that the report has what runs print."""
-        sizes = {len(part) for part in self.standardizer or ()}
-        if sizes - {len(self.schema.dense)}:
-            raise ValueError(
-                "its standardizer has not a mean and a std of each dense column"
-            )
+        learned = self.config.inputs.learned
+        scaled = {*learned} & {*self.schema.dense}
+        are_two = all(len(self.constants.get(name, ())) == 2 for name in scaled)
+        if {*self.constants} != {*learned} or not are_two:
+            raise ValueError("its constants are not those of its transforms")
         if self.report:
             msgspec.convert(self.report, _Report)
 

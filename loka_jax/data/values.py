@@ -11,8 +11,11 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from loka_jax.data import transforms
 from loka_jax.data.blocks import NULL_WORDS, Block, as_dates, element_type, pc
 from loka_jax.data.config import DataConfig
+from loka_jax.data.reader import mix
+from loka_jax.data.transform_options import Step
 from loka_jax.terminal import clip
 
 # Spellings of a missing value in a dense column. Categorical columns keep those that
@@ -68,13 +71,6 @@ class Counts:
         total = sum(self._columns.values(), Counter())
         columns = {name: dict(counter) for name, counter in self._columns.items()}
         return {"totals": dict(total), "columns": columns}
-
-
-class Standardizer(NamedTuple):
-    """Mean and standard deviation of each dense column over the training rows."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
 
 
 class Numbers(NamedTuple):
@@ -184,30 +180,46 @@ def parse_weights(
     return numbers.values.astype(np.float32)
 
 
-def parse_times(block: Block, column: str) -> tuple[np.ndarray, bool]:
+def parse_times(
+    block: Block, column: str, *, may_lack: bool = False
+) -> tuple[np.ndarray, bool]:
     """Returns the times in float64 and whether they are dates, in microseconds.
 
     Dates are Arrow's date and timestamp types, or text in the form of ISO 8601; without
     a zone they count as UTC.
+
+    Args:
+        may_lack: a row may lack its time, which is NaN.
     """
-    dates = as_dates(block.column(column))
-    if dates is not None:
+    array = block.column(column)
+    if may_lack and array.type in (pa.string(), pa.large_string()):
+        is_missing = pc.is_in(array, pa.array(MISSING_WORDS, array.type))
+        array = pc.if_else(is_missing, pa.scalar(None, array.type), array)
+    if (dates := as_dates(array)) is not None:
         micros = dates.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
-        table = pa.table({column: micros.cast(pa.float64(), safe=False)})
-        block = block._replace(table=table)
+        array = micros.cast(pa.float64(), safe=False)
+    block = block._replace(table=pa.table({column: array}))
     numbers = parse_numbers(block, column, "time", "name another with --data.time")
+    if may_lack:
+        return np.where(numbers.missing, np.nan, numbers.values), dates is not None
     wrong = numbers.missing | ~np.isfinite(numbers.values)
     why = "where each row needs a time: add it, or leave out --data.time."
     numbers.refuse(wrong, why)
     return numbers.values, dates is not None
 
 
+def parse_instants(block: Block, column: str) -> np.ndarray:
+    """Returns times in seconds, as `transforms.ids` takes them; NaN where missing."""
+    values, is_date = parse_times(block, column, may_lack=True)
+    return values * (1e-6 if is_date else 1.0)
+
+
 def clean_dense(
-    block: Block, config: DataConfig, columns: tuple[str, ...], counts: Counts
-) -> np.ndarray:
-    """Returns the dense columns [rows, n] in float64, bad values made good."""
-    out = np.empty((len(block.rows), len(columns)))
-    for j, column in enumerate(columns):
+    block: Block, config: DataConfig, counts: Counts
+) -> dict[str, np.ndarray]:
+    """Returns the dense columns in float64: NaN where missing, no bad values else."""
+    out = {}
+    for column in config.inputs.numbers:
         remedy = "name the column with --data.categorical"
         numbers = parse_numbers(block, column, "dense", remedy)
         values = numbers.values
@@ -223,47 +235,39 @@ def clean_dense(
                 )
             counts.add(column, kind, int(np.count_nonzero(where)))
         counts.add(column, "negative", int(np.count_nonzero(values < 0)))
-        out[:, j] = np.clip(np.where(is_nan, 0.0, values), -MAX_DENSE, MAX_DENSE)
+        values = np.where(numbers.missing, np.nan, values)
+        out[column] = np.clip(values, -MAX_DENSE, MAX_DENSE)
     return out
 
 
-def transform_dense(
-    values: np.ndarray, config: DataConfig, standardizer: Standardizer | None
-) -> np.ndarray:
-    """Returns the model's float32 input; finite values stay finite."""
-    if config.transform == "log1p":
-        values = np.copysign(np.log1p(np.abs(values)), values)
-    elif standardizer is not None:
-        values = (values - np.array(standardizer.mean)) / np.array(standardizer.std)
-    return values.astype(np.float32)
+class Sample:
+    """Rows drawn evenly from all, in bounded memory: those of the lowest hashes."""
 
+    def __init__(self, num_columns: int, size: int = 1 << 17):
+        """Starts with no rows, and keeps so many."""
+        self._size, self._count = size, 0
+        self._keys = np.empty(0, np.uint64)
+        self._rows = np.empty((0, num_columns))
 
-class Moments:
-    """Accumulates means and standard deviations block by block, in float64."""
+    def add(self, rows: np.ndarray) -> None:
+        """Adds rows, whose numbers are hashed, whatever the blocks that they are in."""
+        number = np.arange(self._count, self._count + len(rows), dtype=np.uint64)
+        self._count += len(rows)
+        keys = np.concatenate([self._keys, mix(number)])
+        lowest = np.argsort(keys)[: self._size]
+        self._keys, rows = keys[lowest], np.concatenate([self._rows, rows])
+        self._rows = rows[lowest]
 
-    def __init__(self, num_columns: int):
-        """Starts with no rows."""
-        self._count = 0
-        self._mean = np.zeros(num_columns)
-        self._squares = np.zeros(num_columns)  # sum of squared deviations
-
-    def add(self, values: np.ndarray) -> None:
-        """Adds rows by the pairwise update, which avoids cancellation."""
-        count = len(values)
-        if not count:
-            return
-        mean = values.mean(axis=0)
-        total = self._count + count
-        shift = mean - self._mean
-        self._squares += ((values - mean) ** 2).sum(axis=0)
-        self._squares += shift**2 * (self._count * count / total)
-        self._mean = self._mean + shift * (count / total)
-        self._count = total
-
-    def result(self) -> Standardizer:
-        """Returns means and standard deviations, 1 for constant columns."""
-        std = np.sqrt(self._squares / max(self._count, 1))
+    def constants(self, place: int, steps: tuple[Step, ...]) -> tuple[float, ...]:
+        """Returns what the last of an input's steps needs to know of a column."""
+        values, (*before, (name, *numbers)) = self._rows[:, place], steps
+        if name == "buckets":
+            values = values[~np.isnan(values)]
+            shares = np.arange(1, numbers[0]) / numbers[0]
+            method = "inverted_cdf"  # which is one of the values
+            cuts = np.quantile(values, shares, method=method) if len(values) else []
+            return tuple(x for x in np.unique(cuts).tolist() if x < values.max())
+        x = transforms.dense(values, before)
+        mean, std = (float(x.mean()), float(x.std())) if len(x) else (0.0, 1.0)
         # Rounding gives a constant column a deviation of about 1e-16 of its mean.
-        constant = std <= 1e-12 * np.abs(self._mean)
-        std = np.where(constant, 1.0, std)
-        return Standardizer(tuple(self._mean.tolist()), tuple(std.tolist()))
+        return mean, std if std > 1e-12 * abs(mean) else 1.0

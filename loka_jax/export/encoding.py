@@ -1,5 +1,6 @@
 """How rows become a model's inputs, in the form that an exported folder keeps."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from loka_jax.data import Schema
 from loka_jax.data.encoding import HashEncoder, VocabularyEncoder
 from loka_jax.data.records import Encoding
 from loka_jax.data.sequences import Layout
+from loka_jax.data.transform_options import Input
 from loka_jax.data.values import MAX_DENSE
 
 type Spec = tuple[dict[str, Any], dict[str, np.ndarray]]
@@ -23,6 +25,10 @@ def inputs_of(encoding: Encoding, layout: Layout | None = None) -> Spec:
     config, columns = encoding.config, encoding.columns
     fields, arrays = [], {}
     for column, encoder in zip(columns.fields, encoding.encoders, strict=True):
+        if isinstance(encoder, Input):
+            part = {"column": encoder.source, "kind": "part", "of": column}
+            fields.append(part | {"step": encoder.steps[0], "rows": encoder.rows})
+            continue
         of, kind = config.owners.get(column, column), "modulo"
         if isinstance(encoder, VocabularyEncoder):
             kind = "vocabulary"
@@ -34,10 +40,8 @@ def inputs_of(encoding: Encoding, layout: Layout | None = None) -> Spec:
     for field, slots in zip(lists, encoding.slots, strict=True):
         weights = config.weights_of_multi.get(field["column"])
         field |= {"slots": slots, "weights": weights, "separator": config.separator}
-    dense = {"columns": list(columns.dense), "huge_limit": MAX_DENSE}
-    dense["transform"] = config.transform
-    if encoding.standardizer is not None:
-        dense |= {k: list(v) for k, v in encoding.standardizer._asdict().items()}
+    inputs = config.inputs.bound(encoding.constants).dense
+    dense = _dense([*inputs.values()], MAX_DENSE)
     spec = {"bad": config.bad, "dense": dense, "fields": fields}
     return spec | _log(encoding.schema, config.time, layout), arrays
 
@@ -49,9 +53,18 @@ def inputs_as_given(schema: Schema, layout: Layout | None = None) -> Spec:
     """
     sizes = zip(schema.categorical, schema.vocab_sizes, strict=True)
     fields = [{"column": c, "kind": "ids", "of": c, "rows": n} for c, n in sizes]
-    dense = {"columns": list(schema.dense), "huge_limit": 1e30, "transform": "none"}
+    dense = _dense([Input(name, ()) for name in schema.dense], 1e30)
     spec = {"bad": "strict", "dense": dense, "fields": fields}
     return spec | _log(schema, "time", layout), {}
+
+
+def _dense(inputs: Sequence[Input], huge_limit: float) -> dict[str, Any]:
+    """Returns what is read of numbers, and what is made of them."""
+    return {
+        "columns": [source for source, _ in inputs],
+        "steps": [steps for _, steps in inputs],
+        "huge_limit": huge_limit,
+    }
 
 
 def _log(schema: Schema, time: str | None, layout: Layout | None) -> dict[str, Any]:

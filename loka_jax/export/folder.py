@@ -5,7 +5,8 @@ loader.py                 reads the folder: imports jax and numpy
 programs/cuda_128.bin     one for each platform and batch size
 weights.safetensors       weights of all programs, FP8 where plans say so, and tables
 vocabulary.safetensors    the values of each column with a vocabulary
-rows.py, sequences.py     from raw rows, and events, to inputs
+rows.py, sequences.py, transforms.py
+                          from raw rows, and events, to inputs
 vendor/                   flatbuffers, which jax reads programs with but lacks
 """
 
@@ -22,7 +23,7 @@ import jax
 import numpy as np
 
 from loka_jax import jsonfile
-from loka_jax.data import Schema, sequences
+from loka_jax.data import Schema, sequences, transforms
 from loka_jax.data.config import columns_of
 from loka_jax.data.events import layout_of
 from loka_jax.data.generated import schema_of
@@ -168,7 +169,7 @@ def write_model(
 ) -> Exported:
     """Writes programs of a model to a new folder, and compares those that run here."""
     inputs, vocabulary = spec
-    encoding, programs = rows.encoding_of(inputs, vocabulary, sequences), []
+    encoding, programs = rows.encoding_of(inputs, vocabulary, sequences, transforms), []
     weights: list[jax.Array] = []
     with new_folder(out, "--out") as partial:
         (partial / "programs").mkdir()
@@ -225,7 +226,7 @@ def _save(path: pathlib.Path, arrays: Mapping[str, jax.Array | np.ndarray]):
 
 
 def _copy_code(folder: pathlib.Path):
-    for module in (loader, rows, sequences):
+    for module in (loader, rows, sequences, transforms):
         assert module.__file__ is not None
         shutil.copyfile(module.__file__, folder / pathlib.Path(module.__file__).name)
     spec = importlib.util.find_spec("flatbuffers")

@@ -5,10 +5,10 @@
     model = loader.load("model")
     model.scores({"price": [1.5, 2.0], "user": ["u1", "u7"]})
 
-`experiments/export.py` copies this file into each folder that it writes, with rows.py
-and sequences.py. There is one program for each platform and batch size. Rows that fill
-none are padded with the first ones; more rows than the largest holds are split; their
-order is kept.
+`experiments/export.py` copies this file into each folder that it writes, with rows.py,
+sequences.py and transforms.py. There is one program for each platform and batch size.
+Rows that fill none are padded with the first ones; more rows than the largest holds are
+split; their order is kept.
 
 A model of histories takes events, of which it scores those without a label. Its batch
 sizes are the rows of all histories and candidates of a call.
@@ -80,9 +80,10 @@ class Model:
         self.description = description
         self.tasks = tuple(description["outputs"])
         vocabularies = read_arrays(folder / "vocabulary.safetensors")
-        rows, sequences = (_beside(folder, name) for name in ("rows", "sequences"))
-        own = description["inputs"], vocabularies, sequences
-        self.encoding = rows.encoding_of(*own)
+        own = (_beside(folder, name) for name in ("rows", "sequences", "transforms"))
+        rows, sequences, transforms = own
+        raw = description["inputs"], vocabularies
+        self.encoding = rows.encoding_of(*raw, sequences, transforms)
         self._programs = {
             p["batch_size"]: (p, (folder / p["file"]).read_bytes()) for p in programs
         }

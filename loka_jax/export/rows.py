@@ -7,6 +7,7 @@ and jax are, and nothing else.
 import functools
 import hashlib
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -38,9 +39,12 @@ class Inputs(NamedTuple):
 class Encoding:
     """Turns `columns` of raw values into a model's inputs, as training did."""
 
-    def __init__(self, spec: dict[str, Any], arrays: Mapping[str, np.ndarray]):
-        """Takes the `inputs` of `model.json`, and the vocabularies."""
+    def __init__(
+        self, spec: dict[str, Any], arrays: Mapping[str, np.ndarray], transforms: Any
+    ):
+        """Takes the `inputs` of `model.json`, vocabularies, and that module."""
         self._arrays, self._dense = arrays, spec["dense"]
+        self._transforms = transforms
         self._is_strict = spec["bad"] == "strict"
         self._single = [field for field in spec["fields"] if "slots" not in field]
         self._lists = [field for field in spec["fields"] if "slots" in field]
@@ -102,6 +106,9 @@ class Encoding:
         inputs = self._zeros(lengths.pop())
         self._fill_dense(inputs.dense, rows)
         for j, field in enumerate(self._single):
+            if field["kind"] == "part":
+                inputs.ids[:, j] = self._part(field, rows[field["column"]])
+                continue
             texts = _each(_text, rows[field["column"]], field["column"])
             inputs.ids[:, j] = _each(self._finder(field), texts, field["column"])
         for field, bag in zip(self._lists, inputs.bags, strict=True):
@@ -112,21 +119,23 @@ class Encoding:
         spec = self._dense
         for j, name in enumerate(spec["columns"]):
             x = np.array(_each(self._clean, rows[name], name), np.float64)
-            if spec["transform"] == "log1p":
-                x = np.copysign(np.log1p(np.abs(x)), x)
-            elif spec["transform"] == "standardize":
-                x = (x - spec["mean"][j]) / spec["std"][j]
-            out[:, j] = x
+            out[:, j] = self._transforms.dense(x, spec["steps"][j])
+
+    def _part(self, field: dict[str, Any], values: Sequence[Any]) -> np.ndarray:
+        """Returns the ids of a part of numbers or times."""
+        read = self._clean if field["step"][0] == "buckets" else _instant
+        x = np.array(_each(read, values, field["column"]), np.float64)
+        return self._transforms.ids(x, field["step"])
 
     def _clean(self, value: Any) -> float:
-        """Returns a dense value as a number, by the policy for bad ones."""
+        """Returns a dense value, NaN if it is missing, by the policy for bad ones."""
         limit, number = self._dense["huge_limit"], _number(value)
-        x = 0.0 if number is None else number
+        x = math.nan if number is None else number
         kinds = dict(missing=number is None, nan=x != x, huge=abs(x) > limit)
         for kind, applies in kinds.items():
             if applies and self._is_strict:
                 raise ValueError(f"which is {kind} and refused")
-        return 0.0 if x != x else min(max(x, -limit), limit)
+        return x if x != x else min(max(x, -limit), limit)
 
     def _fill_bag(self, field: dict[str, Any], rows, ids: np.ndarray, weights) -> None:
         """Writes the ids of a multi-valued field, and the weights if it has them."""
@@ -182,10 +191,14 @@ class LogEncoding(Encoding):
     """Turns events into records, and these into sequences, as predictions do."""
 
     def __init__(
-        self, spec: dict[str, Any], arrays: Mapping[str, np.ndarray], sequences: Any
+        self,
+        spec: dict[str, Any],
+        arrays: Mapping[str, np.ndarray],
+        sequences: Any,
+        transforms: Any,
     ):
         """Takes what `Encoding` takes, and the module `sequences`."""
-        super().__init__(spec, arrays)
+        super().__init__(spec, arrays, transforms)
         self._log, self._sequences = spec["log"], sequences
         self._layout = sequences.Layout(**self._log["layout"])
         names = self._log["user"], self._log["time"], *self._log["labels"]
@@ -246,12 +259,15 @@ class LogEncoding(Encoding):
 
 
 def encoding_of(
-    spec: dict[str, Any], arrays: Mapping[str, np.ndarray], sequences: Any
+    spec: dict[str, Any],
+    arrays: Mapping[str, np.ndarray],
+    sequences: Any,
+    transforms: Any,
 ) -> Encoding:
     """Returns the encoding of rows, or of events if it has a `log`."""
     if "log" in spec:
-        return LogEncoding(spec, arrays, sequences)
-    return Encoding(spec, arrays)
+        return LogEncoding(spec, arrays, sequences, transforms)
+    return Encoding(spec, arrays, transforms)
 
 
 def _each(function, values, column: str, row: int | None = None) -> list[Any]:
@@ -303,6 +319,14 @@ def _time(value: Any) -> float:
     if number is None or not np.isfinite(number):
         raise ValueError("where each row needs a time")
     return number
+
+
+def _instant(value: Any) -> float:
+    """Returns a time, which may be missing: NaN."""
+    is_none = value is None or value != value or value in (math.inf, -math.inf)
+    if is_none or (isinstance(value, str) and value.strip() in _MISSING):
+        return math.nan
+    return _time(value)
 
 
 def _date(text: str) -> datetime:

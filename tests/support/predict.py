@@ -13,7 +13,6 @@ from loka_jax.data import DataConfig
 from loka_jax.data.config import columns_of
 from loka_jax.data.encoding import VocabularyEncoder, hash_encoder
 from loka_jax.data.records import Encoding
-from loka_jax.data.values import Standardizer
 from loka_jax.predict import Predictor
 from loka_jax.train.config import EmbeddingConfig
 from loka_jax.train.scores import read_scores
@@ -36,12 +35,16 @@ def encoding_of(config, **options) -> Encoding:
         vocabulary = VocabularyEncoder(words, reserved=3 + len(column))
         return hash_encoder(config, column) or vocabulary
 
-    standardizer = Standardizer((0.25, -3.0), (1.7, 0.3))
+    scaled = {"price": (0.25, 1.7), "age": (-3.0, 0.3)}
+    constants = scaled | {"age:buckets": (0.0, 7.25, 12.0)}
+    parts = config.inputs.bound(constants).parts
     fields = columns_of(config).fields
     return Encoding(
         config=config,
-        encoders=tuple(encoder(config.owners.get(f, f)) for f in fields),
-        standardizer=standardizer if config.transform == "standardize" else None,
+        encoders=tuple(
+            parts.get(f) or encoder(config.owners.get(f, f)) for f in fields
+        ),
+        constants=constants,
         **options,
     )
 
@@ -84,7 +87,7 @@ def predictor_of(folder, **data):
 
     Of two labels, those of the second are prices with the other sign, less 1.
     """
-    run = config(folder, transform="none", **data)
+    run = config(folder, transform=("none",), **data)
     run = dataclasses.replace(run, loop=dataclasses.replace(run.loop, batch_size=4))
     batches, tasks = [], data.get("labels", ("label",))
     state = object.__new__(TrainState)  # nothing reads it
@@ -132,6 +135,8 @@ LISTS = {
     "multi": ("tags", "genres"),
     "multi_weights": ("tags=strengths",),
     "weight": "importance",
+    "transform": ("price=log1p,clip:0.1:2,standardize,missing,buckets:5",)
+    + ("at=hour,weekday",),
 }
 
 
@@ -147,7 +152,10 @@ def lists(count, *, seed=0, values=9):
         {
             "label": clicked.astype(int),
             "importance": draw.uniform(0.5, 4, count),
-            "price": draw.lognormal(size=count),
+            "price": pa.array(draw.lognormal(size=count), mask=lengths == 2),
+            "at": pa.array(
+                draw.integers(0, 2**51, count), pa.timestamp("us"), lengths == 3
+            ),
             "user": [f"u{i}" for i in user],
             "item": draw.integers(0, 9, count),
             "tags": tags,
@@ -158,7 +166,10 @@ def lists(count, *, seed=0, values=9):
 
 
 def train_on_lists(folder) -> Trained:
-    """Trains on lists and crosses in bfloat16; its evaluation saw `test.parquet`."""
+    """Trains on lists, parts of columns and crosses in bfloat16.
+
+    Its evaluation saw `test.parquet`.
+    """
     parquet.write_table(lists(200), folder / "train.parquet")
     # Not a multiple of the batch size; some tags are new.
     test = folder / "test.parquet"

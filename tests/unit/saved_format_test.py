@@ -98,8 +98,8 @@ def test_the_form_of_shards_has_this_number(tmp_path):
     assert folder.schema == SCHEMA and digest_of(folder)
     form = (saved_format.SHARDS, " ".join(found), " ".join(found["schema"]))
     assert form == (
-        6,
-        "format version schema files config forms standardizer report",
+        7,
+        "format version schema files config forms constants report",
         "label dense categorical multi further_labels user context actions vocab_sizes "
         "owners slots weighted_multi weighted",
     )
@@ -128,7 +128,7 @@ def test_the_form_of_a_checkpoint_has_this_number():
     shapes = (f"{keystr(at)[1:]}{[*x.shape]}" for at, x in statistics)
     forms.append(" ".join(shapes).replace(", ", ","))
     assert (saved_format.RUN, *forms) == (
-        13,
+        14,
         "step position examples seconds plateau best changes returns drift "
         "unsafe broken replanned confirmed guard scale_watch days",
         "step params fp8 batch_stats probe opt_state table row_state lr_scale skipped "

@@ -119,6 +119,13 @@ MISTAKES = [
         "whole/predict/events_test.py",
     ),
     Mistake(
+        "an exported model takes a missing number for 0",
+        f"{EXPORT}/rows.py",
+        "math.nan if number is None",
+        "0.0 if number is None",
+        "unit/export/encoding_test.py",
+    ),
+    Mistake(
         "lists are cut from their beginning",
         f"{EXPORT}/rows.py",
         "at)[: ids.shape[1]]",

@@ -60,7 +60,7 @@ def test_changed_options_change_their_part(tmp_path):
     before = identity(tmp_path)
     other_order = identity(tmp_path, dense=("age", "price"))
     assert differing(before, other_order) >= {"schema", "train"}
-    assert "train" in differing(before, identity(tmp_path, transform="none"))
+    assert "train" in differing(before, identity(tmp_path, transform=("none",)))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def cached(tmp_path):
 
 
 def test_split_off_rows_are_those_of_the_stated_rule(source):
-    splits = open_table(source, transform="none")
+    splits = open_table(source, transform=("none",))
     assert "hashed row number" in splits.report["split_rule"]
     # The price of a row is its number, counted from 1.
     chosen = np.flatnonzero(hashed(np.arange(400), 0) < 0.1) + 1
@@ -118,7 +118,7 @@ def test_another_run_may_finish_the_same_conversion_first(source, monkeypatch):
 
 def test_changed_file_or_option_is_converted_again(source, tmp_path):
     open_table(source)
-    open_table(source, transform="none")
+    open_table(source, transform=("none",))
     assert len(cached(tmp_path)) == 2
     write(tmp_path, "clicks.csv", 401)
     assert sum(open_table(source).report["examples"].values()) == 401

@@ -18,7 +18,7 @@ from tests.support.data import open_table, rows_of
 
 DAYS = tuple(f"2026-11-{day:02d}" for day in range(1, 6))
 HOURS = ("2026-11-02T11", "2026-11-02T12")
-COLUMNS = {"dense": ("row",), "categorical": ("user", "dt"), "transform": "none"}
+COLUMNS = {"dense": ("row",), "categorical": ("user", "dt"), "transform": ("none",)}
 
 
 def table(first, count=40):

@@ -47,7 +47,8 @@ def values(encoder):
 @pytest.mark.parametrize(
     "options",
     [
-        {"transform": "standardize", "min_count": 30},
+        {"transform": ("standardize",), "min_count": 30},
+        {"transform": ("price=log1p,standardize,clip:-2:2", "age=buckets:4,missing")},
         {"encoding": "hash", "hash_buckets": 20, "bad": "strict"},
         {"dense": (), "reserve_rows": 3, "share": ("item=user",)},
         {"categorical": ("price",), "hashed": ("price",), "hash_sizes": ("price=12",)}

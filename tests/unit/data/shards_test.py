@@ -101,7 +101,7 @@ DEEP = json.loads("[" * 400 + "]" * 400)
         (("schema", "categorical", 0), True, ""),
         (("schema", "vocab_sizes"), [2**31, 12], "The table of column 'user' has 21"),
         (("schema",), {}, "schema is wrong .Object missing required field label"),
-        (("standardizer",), [[0.0, 1.0], [1.0]], "its standardizer "),
+        (("constants",), {"price": [0.0, 1.0]}, "its constants are not those"),
         (("forms",), DEEP, ""),
         *((("report", "bad_rows", "count"), value, "") for value in (True, -1, 5.0)),
         (("report", "categorical", "user", "rows"), "5", ""),

@@ -7,23 +7,17 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from loka_jax.data import DataConfig
+from loka_jax.data import DataConfig, transforms
 from loka_jax.data.blocks import Block
-from loka_jax.data.values import (
-    Counts,
-    Moments,
-    Standardizer,
-    clean_dense,
-    transform_dense,
-)
+from loka_jax.data.values import Counts, Sample, clean_dense
 from tests.support.data import HEADER, open_table, rows_of, rows_text, write
 
 
 def clean(values, **policies):
     counts = Counts()
-    config = DataConfig(**policies)
+    config = DataConfig(kind="table", dense=("x",), **policies)
     block = Block(pa.table({"x": values}), np.arange(1, len(values) + 1), "logs.csv")
-    out = clean_dense(block, config, ("x",), counts)[:, 0]
+    out = transforms.dense(clean_dense(block, config, counts)["x"], ())
     return out.tolist(), counts.report()["totals"]
 
 
@@ -68,38 +62,62 @@ def test_what_is_refused_is_named_with_file_row_and_column(value, policies, why)
 
 
 def test_transforms_are_finite_and_do_what_their_name_says():
-    values = np.array([[-1e12], [-3.0], [-1.0], [0.0], [1.0], [1e12]])
-    standard = Standardizer((2.0,), (4.0,))
-    want = {"log1p": np.sign(values) * np.log1p(abs(values)), "none": values}
-    for name, column in (want | {"standardize": (values - 2) / 4}).items():
-        config = DataConfig(transform=name)
-        scales = standard if name == "standardize" else None
-        out = transform_dense(values, config, scales)
-        np.testing.assert_allclose(out, column.astype(np.float32), rtol=1e-7)
-        assert out.dtype == np.float32
+    values = np.array([-1e12, -3.0, -1.0, 0.0, 1.0, 1e12])
+    log1p = np.sign(values) * np.log1p(abs(values))
+    for steps, want in (
+        ([("log1p",)], log1p),
+        ([("none",)], values),
+        ([("standardize", 2.0, 4.0)], (values - 2) / 4),
+        ([("clip", -2.0, 1.0)], [-2, -2, -1, 0, 1, 1]),
+        ([("log1p",), ("clip", -2.0, 1.0)], np.clip(log1p, -2, 1)),
+        (
+            [("clip", -2.0, 1.0), ("standardize", 1.0, 2.0)],
+            [-1.5, -1.5, -1, -0.5, 0, 0],
+        ),
+        ([("missing",)], [0] * 6),
+    ):
+        np.testing.assert_allclose(transforms.dense(values, steps), want, rtol=1e-7)
+    missing = np.array([np.nan, 3.0])
+    assert transforms.dense(missing, [("missing",)]).tolist() == [1, 0]
+    assert transforms.dense(missing, [("standardize", 2.0, 4.0)]).tolist() == [
+        -0.5,
+        0.25,
+    ]
 
 
-def test_moments_equal_those_of_all_rows_at_once():
+def test_a_sample_has_the_same_rows_whatever_the_blocks():
     rng = np.random.default_rng(0)
-    values = rng.normal(1e6, [1.0, 100.0], (1000, 2))  # where naive sums cancel
-    moments = Moments(2)
-    for part in np.split(values, [1, 10, 500, 500]):
-        moments.add(part)
-    mean, std = moments.result()
-    np.testing.assert_allclose(mean, values.mean(axis=0), rtol=1e-12)
-    np.testing.assert_allclose(std, values.std(axis=0), rtol=1e-9)
-    constant = Moments(1)
-    constant.add(np.full((100, 1), 0.1))
-    config = DataConfig(transform="standardize")
-    out = transform_dense(np.full((3, 1), 0.1), config, constant.result())
-    np.testing.assert_allclose(out, 0.0, atol=1e-12)
+    values = rng.lognormal(size=(5000, 3))
+    values[::5, 1] = np.nan
+    values[np.arange(5000) % 5 < 3, 0] = 0.0
+    values[:, 2] = 0.1
+    found = set()
+    for parts in ([], [1, 10, 500, 500], [4999]):
+        sample = Sample(3, size=1000)
+        for part in np.split(values, parts):
+            sample.add(part)
+        steps = ("buckets", 4.0), ("buckets", 8.0), ("standardize",)
+        found.add(tuple(sample.constants(i, (x,)) for i, x in enumerate(steps)))
+    ((mostly_zero, cuts, constant),) = found
+    assert len(mostly_zero) == 2 and mostly_zero[0] == 0.0
+    known = values[~np.isnan(values[:, 1]), 1]
+    shares = np.searchsorted(np.sort(known), cuts) / len(known)
+    # Four standard errors of a share of 1,000 rows without a fifth.
+    np.testing.assert_allclose(shares, np.arange(1, 8) / 8, atol=4 * 0.5 / 800**0.5)
+    assert constant[1] == 1.0
+    few, steps = Sample(1), (("log1p",), ("standardize",))
+    assert few.constants(0, (("buckets", 4.0),)) == ()
+    few.add(values[:, :1])
+    scaled = np.log1p(values[:, 0])
+    want = scaled.mean(), scaled.std()
+    np.testing.assert_allclose(few.constants(0, steps), want, rtol=1e-12)
 
 
 def test_standardize_learns_from_all_training_rows_and_from_no_others(tmp_path):
     rows = "".join(f"{i % 2},{10 + 10 * (i // 60)},1,a,b\n" for i in range(120))
     train = write(tmp_path / "train.csv", HEADER + rows)
     valid = write(tmp_path / "valid.csv", HEADER + rows_text(50))
-    options = {"transform": "standardize", "encoding": "hash"}
+    options = {"transform": ("standardize",), "encoding": "hash"}
     price = rows_of(open_table(train, valid=valid, **options), "valid").dense[:, 0]
     np.testing.assert_allclose(price, (np.arange(1, 51) - 15) / 5, rtol=1e-6)
 
@@ -123,7 +141,7 @@ RISING = np.arange(1.0, 101)
     ("values", "options", "cause"),
     [
         (1.7e9 + RISING, {}, "it is constant, 21.2539 after --data.transform log1p"),
-        (np.full(100, 3), {"transform": "standardize"}, "it is constant, 0 after"),
+        (np.full(100, 3), {"transform": ("standardize",)}, "it is constant, 0 after"),
         (pa.nulls(100), {}, "all its values are missing"),
         ([None, np.nan] * 50, {}, "all its values are missing"),
         ([np.inf, -1e15] * 50, {}, "all its values lie beyond 1e.12"),

@@ -10,7 +10,7 @@ from loka_jax.data.reader import record_dtype_of
 from loka_jax.data.split import hashed
 from tests.support.data import open_table, rows_of, write
 
-COLUMNS = {"dense": ("row",), "categorical": ("user",), "transform": "none"}
+COLUMNS = {"dense": ("row",), "categorical": ("user",), "transform": ("none",)}
 HEADER = "click,row,user,w\n"
 LABELS = {"labels": ("click", "w")}
 WEIGHT = {"weight": "w"}

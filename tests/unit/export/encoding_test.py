@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from loka_jax.data import DataConfig, sequences
+from loka_jax.data import DataConfig, sequences, transforms
 from loka_jax.data.blocks import Block
 from loka_jax.data.events import layout_of
 from loka_jax.data.values import Counts
@@ -41,8 +41,9 @@ def records(encoding, rows):
     "changes",
     [
         {},
-        {"transform": "log1p"},
-        {"transform": "standardize"},
+        {"transform": ("log1p",)},
+        {"transform": ("standardize",)},
+        {"transform": ("price=clip:-1:1,log1p,standardize,missing", "age=buckets:4")},
         {"encoding": "hash", "hash_buckets": 50},
         {"hashed": ("item",), "hash_sizes": ("item=1000",)},
     ],
@@ -54,7 +55,7 @@ def test_one_value_a_field(changes):
         rows["item"] = ["3", "-9223372036854775808", None, "0x1F", "0XFFFFFFFFFFFFFFFF"]
         rows["item"] += ["18446744073709551615", "-1"]
     expected = records(plain, rows)
-    found = raw.Encoding(*inputs_of(plain)).inputs(rows)
+    found = raw.Encoding(*inputs_of(plain), transforms).inputs(rows)
     assert np.array_equal(found.dense, expected["dense"])
     assert np.array_equal(found.ids, expected["ids"])
     assert len(np.unique(found.ids)) > 3
@@ -67,7 +68,7 @@ def test_lists(weights):
     )
     plain = encoding_of(config, slots=(3, 2))
     expected, rows = records(plain, ROWS | LISTS), ROWS | LISTS
-    found = raw.Encoding(*inputs_of(plain)).inputs(rows)
+    found = raw.Encoding(*inputs_of(plain), transforms).inputs(rows)
     for bag, (ids, own) in enumerate(found.bags):
         assert np.array_equal(ids, expected[f"bag_{bag}"])
         if (name := f"bag_weights_{bag}") in expected.dtype.names:
@@ -91,13 +92,14 @@ def test_a_bad_value_is_named(column, value, changes, said):
     rows = {"price": [1, 2], "age": [1, 2], "user": ["u1", "u1"], "item": [3, 3]}
     rows[column] = [rows[column][0], value]
     with pytest.raises(ValueError, match=said):
-        raw.Encoding(*spec).inputs(rows)
+        raw.Encoding(*spec, transforms).inputs(rows)
 
 
 def test_columns_and_weights_must_be_there_and_equally_long():
     def refused(config, rows, said, **options):
         with pytest.raises(ValueError, match=said):
-            raw.Encoding(*inputs_of(encoding_of(config, **options))).inputs(rows)
+            spec = inputs_of(encoding_of(config, **options))
+            raw.Encoding(*spec, transforms).inputs(rows)
 
     rows = {name: values[:1] for name, values in ROWS.items()}
     refused(CONFIG, {"price": [1], "age": [1], "item": [3]}, "is no column 'user'")
@@ -142,7 +144,9 @@ def test_events_become_the_batches_of_predictions(times):
     plain, rows = encoding_of(config), EVENTS | {"when": times}
     layout = layout_of(config, plain.schema)
     spec, arrays = inputs_of(plain, layout)
-    encoding = raw.encoding_of(json.loads(json.dumps(spec)), arrays, sequences)
+    encoding = raw.encoding_of(
+        json.loads(json.dumps(spec)), arrays, sequences, transforms
+    )
     as_text = {x: [None if y is None else str(y) for y in rows[x]] for x in rows}
     block = Block(pa.table(as_text), np.arange(1, 8), "rows")
     expected = plain.records([block], Counts(), labels="some")

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
+from loka_jax.data import transforms
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.first_use import CheckedPlan
 from loka_jax.dispatch.local import Local, shipped_path
@@ -87,7 +88,7 @@ def test_a_program_with_kernels_names_their_gpu(monkeypatch, kernels, capability
     trained, weights = blank_dlrm(), []
     runs = {"site": "pallas"}
     form = programs.Form("cuda", 16, trained.config.model, HOPPER, runs, {"a": "b"})
-    encoding = Encoding(*inputs_as_given(trained.schema))
+    encoding = Encoding(*inputs_as_given(trained.schema), transforms)
     program = programs.make_program(trained, form, encoding, weights)
     assert program.content == b"program" and len(weights) == 2
     expected = {"platform": "cuda", "batch_size": 16, "compute_capability": capability}

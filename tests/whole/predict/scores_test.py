@@ -1,5 +1,6 @@
 """A run, and what it exports, score rows as its evaluation did, bit for bit."""
 
+import json
 import shutil
 import signal
 import sys
@@ -15,6 +16,7 @@ import loka_jax
 from experiments import predict
 from loka_jax.export import export_run, loader
 from loka_jax.predict import score_file
+from loka_jax.server import app
 from tests.support import predict as support
 from tests.support.commands import signalled
 from tests.support.export import in_a_clean_environment
@@ -90,8 +92,10 @@ def test_lists_weights_of_values_and_of_examples_count(lists, tmp_path):
     assert np.array_equal(written["score"], expected)
     assert written["user"] == table["user"]
     lengths = np.asarray(pc.list_value_length(table["tags"]))
-    for name in ("tags", "strengths"):  # else equal scores would say nothing
-        turned = pa.array([values[::-1] for values in table[name].to_pylist()])
+    for name in ("tags", "strengths", "price", "at"):  # else equal scores say nothing
+        values = table[name].to_pylist()
+        are_lists = isinstance(values[0], list)
+        turned = pa.array([x[::-1] for x in values] if are_lists else values[::-1])
         place = table.column_names.index(name)
         other = model.scores(table.set_column(place, name, turned))
         assert (other != expected)[lengths > 1].mean() > 0.8
@@ -99,8 +103,11 @@ def test_lists_weights_of_values_and_of_examples_count(lists, tmp_path):
     assert export_run(lists.workdir, out, **options).differences == {BATCH: 0.0}
     arrays = loader.read_arrays(out / "weights.safetensors")
     assert arrays["table_0"].dtype == ml_dtypes.bfloat16  # as the run has them
-    scores = loader.load(out).scores(table.to_pydict())
-    assert np.array_equal(scores, expected)
+    served = loader.load(out)
+    assert np.array_equal(served.scores(table.to_pydict()), expected)
+    body = json.dumps({"rows": table.to_pylist()}, default=str)  # dates as text
+    asked = app.columns_of(body.encode(), served.encoding.columns, len(table))
+    assert np.array_equal(served.scores(asked), expected)
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ def data(tmp_path):
         multi=("tags",),
         separator="|",
         share=("friend=user",),
-        transform="none",
+        transform=("none",),
         cache=str(tmp_path / "cache"),
     )
 
