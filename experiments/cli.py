@@ -65,7 +65,10 @@ def parse_with(
         from loka_jax.train.settings import settings_for  # after --help
 
         by_data = settings_for(config, lambda line: print(line, file=sys.stderr))
-        return _parse(by_data, rest, script, options)
+        config, others = _parse(by_data, rest, script, options)
+        # Those that are named, and others.
+        data = dataclasses.replace(config.data, transform=by_data.data.transform)
+        return dataclasses.replace(config, data=data), others
     if name not in _WIDE or not _is_on_hopper():
         return config, others
     wide = get_config(_WIDE[name])

@@ -145,7 +145,9 @@ def fit(
     if workdir is not None:
         own["workdir"] = pathlib.Path(workdir)
     config = changed(table_config(model), own)
-    config = changed(settings_for(config, console.print), own)
+    by_data = settings_for(config, console.print)
+    own["data.transform"] = by_data.data.transform  # those named, and others
+    config = changed(by_data, own)
     done = train(config, ["--config", "config.json"], console)
     if done.exit_code:
         raise KeyboardInterrupt

@@ -10,19 +10,34 @@ import re
 from collections import defaultdict
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
-from loka_jax.data.blocks import NULL_WORDS, BadRows, as_dates, element_type, pc, plain
+from loka_jax.data.blocks import (
+    NULL_WORDS,
+    BadRows,
+    Block,
+    as_dates,
+    element_type,
+    pc,
+    plain,
+)
 from loka_jax.data.config import DataConfig, columns_of
 from loka_jax.data.files import Sources, column_types, find_sources, reader_of
 from loka_jax.data.places import DataFile, listed
-from loka_jax.data.values import MISSING_WORDS
+from loka_jax.data.transform_options import is_number, parse_transforms, usual_of
+from loka_jax.data.transforms import seconds
+from loka_jax.data.values import MISSING_WORDS, parse_instants, parse_numbers
 from loka_jax.terminal import clip
 
 _ROWS = 100_000  # that are looked at
 _FILES = 8  # of which, at most
 _FEW = 50  # values of whole numbers that are names rather than amounts
 _OWN = 0.9  # share of different values of a column that says nothing of other rows
+_LACKS = 0.05  # share of missing values that an indicator tells
+_DATES = 7305, 47482  # days since 1970: a time from 1990 to 2100
+_WEEKS = 14  # days, at least, by which weekdays are told apart from days
+_BUCKETS = "buckets:16"
 _LEAST = 200  # rows that a share can be judged by
 _LABELS = frozenset(
     "label click clicks clicked is_click is_clicked target y conversion converted "
@@ -69,6 +84,9 @@ def infer_columns(config: DataConfig) -> Inferred:
     table = _first_rows(config, sources.train, names)
     columns = {name: _look(name, table.column(name), table.num_rows) for name in names}
     columns |= {name: _Column("left out", "no numbers or text") for name in nested}
+    for name, steps in parse_transforms(config.transform).items():
+        if name in columns and columns[name].kind != "time":
+            columns[name] = _Column("dense" if is_number(steps) else "of a time")
     config = _with_roles(config, columns, sources)
     named = {*columns_of(config).labels, config.time, config.weight}
     named |= {*config.weights_of_multi.values()}
@@ -88,6 +106,8 @@ def infer_columns(config: DataConfig) -> Inferred:
     if any(columns[name].note == "text with |" for name in chosen["multi"]):
         chosen["separator"] = config.separator or "|"
     config = dataclasses.replace(config, **chosen)
+    transform = _transforms(config, columns, table)
+    config = dataclasses.replace(config, transform=transform)
     return Inferred(config, tuple(_notes(config, columns, str(config.path), table)))
 
 
@@ -133,6 +153,32 @@ def _with_roles(
     if config.time is None and times and not sources.valid:
         roles["time"] = min(times, key=lambda name: "date" not in columns[name].note)
     return dataclasses.replace(config, **roles)
+
+
+def _transforms(
+    config: DataConfig, columns: dict[str, _Column], table: pa.Table
+) -> tuple[str, ...]:
+    """Returns the transforms, and what may be worth making of columns without."""
+    given = parse_transforms(config.transform)
+    block = Block(table, np.arange(1, table.num_rows + 1), str(config.path))
+    usual = usual_of(config.transform)
+    times = [name for name, column in columns.items() if column.kind == "time"]
+    own = [x for x in config.transform if x not in {f"{name}=none" for name in times}]
+    for name in config.dense:
+        if name not in given:
+            values = parse_numbers(block, name, "dense", "leave it out")
+            lacks = values.missing | np.isnan(values.values)
+            more = [_BUCKETS] + (["missing"] if lacks.mean() > _LACKS else [])
+            steps = (usual, *(x for x in more if x.partition(":")[0] not in usual))
+            own.append(f"{name}={','.join(steps)}")
+    times.sort(key=lambda name: (name != config.time, not columns[name].note))
+    if times and times[0] not in given and not config.is_log:
+        days = seconds(parse_instants(block, times[0])) / 86400
+        first, last = np.nanmin(days), np.nanmax(days)
+        if _DATES[0] <= first <= last <= _DATES[1]:
+            of_week = ",weekday" if last - first >= _WEEKS else ""
+            own.append(f"{times[0]}=hour{of_week}")
+    return tuple(own)
 
 
 def _look(name: str, column: pa.ChunkedArray, rows: int) -> _Column:

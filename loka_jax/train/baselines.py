@@ -12,6 +12,7 @@ log loss on the validation rows. It takes seconds on a CPU, whatever the trainin
 a sample of them is used.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -63,9 +64,16 @@ class Regression(NamedTuple):
         return self.bias + rows.dense @ self.dense + by_value
 
 
-def fit_regressions(train: Dataset, valid: Dataset) -> tuple[Regression, ...]:
-    """Returns the regression of each task, its L2 chosen by the validation rows."""
+def fit_regressions(
+    train: Dataset, valid: Dataset, without: Sequence[int] = ()
+) -> tuple[Regression, ...]:
+    """Returns the regression of each task, its L2 chosen by the validation rows.
+
+    Args:
+        without: places of categorical columns whose weights are 0.
+    """
     known, judges = sample(train, ROWS), sample(valid, JUDGED)
+    known.shares[:, list(without)] = 0.0
     tasks = range(known.labels.shape[1])
     return tuple(
         _fitted(known, judges, task, _spec(train).total_rows) for task in tasks

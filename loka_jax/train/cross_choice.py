@@ -1,4 +1,4 @@
-"""Which pairs of columns say more of the label together than apart.
+"""Which pairs of columns say more of the label together than apart, and which parts.
 
 Beside a logistic regression of the columns, each pair of values gets a weight, by one
 step of Newton's method with an L2 l:
@@ -7,12 +7,13 @@ step of Newton's method with an L2 l:
 
 A cross is chosen if these weights lower the log loss of the validation rows clearly: by
 more than three standard errors of the paired differences, as one of many is lower by
-chance. The best one is added to the regression, and the others are judged anew, so that
-two which say the same are not both chosen. That takes a fraction of a second a pair.
+chance. So is a part of a number or time, as a cross with itself. The best one is added
+to the regression, and the others are judged anew, so that two which say the same are
+not both chosen. That takes a fraction of a second a pair.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -62,28 +63,48 @@ def choose_crosses(splits: Splits, say: Callable[[str], None]) -> tuple[str, ...
     schema = splits.train.schema
     if splits.folder is None or schema.user is not None or len(schema.fields) < 2:
         return ()
-    both = (
-        baselines.sample(splits.train, baselines.ROWS),
-        baselines.sample(splits.valid, baselines.JUDGED),
+    chosen = _chosen(splits, _pairs(schema), (), _MOST)
+    if chosen:
+        names = ", ".join(clip(cross.name) for cross in chosen)
+        say(f"Crosses, whose pairs of values have weights of their own: {names}")
+    return tuple(f"{cross.name}={cross.rows}" for cross in chosen)
+
+
+def choose_parts(splits: Splits, parts: Iterable[str]) -> set[str]:
+    """Returns the categorical columns that say more beside those that are no parts."""
+    schema = splits.train.schema
+    places = [schema.categorical.index(name) for name in parts]
+    pairs = [(x, x) for x in places if schema.vocab_sizes[x] > 2]
+    chosen = _chosen(splits, pairs, places, len(pairs))
+    return {cross.name[: len(cross.name) // 2] for cross in chosen}
+
+
+def _chosen(
+    splits: Splits, pairs: list[tuple[int, int]], without: Sequence[int], most: int
+) -> list[_Cross]:
+    """Returns the crosses that help beside a regression without some columns."""
+    both, schema = (
+        (
+            baselines.sample(splits.train, baselines.ROWS),
+            baselines.sample(splits.valid, baselines.JUDGED),
+        ),
+        splits.train.schema,
     )
+    models = baselines.fit_regressions(splits.train, splits.valid, without)
     known, judges = both
     tasks = [
         (
             _Side(model.logits(known), *labelled(known, i)),
             _Side(model.logits(judges), *labelled(judges, i)),
         )
-        for i, model in enumerate(baselines.fit_regressions(splits.train, splits.valid))
+        for i, model in enumerate(models)
     ]
-    first = _ranked((_cross(both, schema, *pair) for pair in _pairs(schema)), tasks)
-    left, chosen = first[:_AGAIN], []
-    while left and len(chosen) < _MOST:
+    left, chosen = _ranked((_cross(both, schema, *pair) for pair in pairs), tasks), []
+    while left and len(chosen) < most:
         chosen.append(left[0])
         tasks = [_with(left[0], task) for task in tasks]
         left = _ranked(left[1:], tasks)
-    if chosen:
-        names = ", ".join(clip(cross.name) for cross in chosen)
-        say(f"Crosses, whose pairs of values have weights of their own: {names}")
-    return tuple(f"{cross.name}={cross.rows}" for cross in chosen)
+    return chosen
 
 
 def _pairs(schema: Schema) -> list[tuple[int, int]]:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from loka_jax.data import DataConfig, open_data
+from loka_jax.data import DataConfig, Splits, open_data
 from loka_jax.data.infer import infer_columns
 from loka_jax.data.open import shards_of
+from loka_jax.data.transform_options import usual_of
 from loka_jax.models import Dcnv2, Dhen, Dlrm, Mmoe, OwnModel, Wukong, own_model
 from loka_jax.optim import OptimConfig
 from loka_jax.train.config import (
@@ -115,7 +116,7 @@ def settings_for(config: Config, say: Callable[[str], None]) -> Config:
     Raises:
         ValueError: one sentence with the file, column or option, and the remedy.
     """
-    data = config.data
+    data, given = config.data, config.data.transform
     if shards_of(data) is None:
         inferred = infer_columns(data)
         data = inferred.config
@@ -125,6 +126,9 @@ def settings_for(config: Config, say: Callable[[str], None]) -> Config:
     is_few = splits.train.num_examples < _FEW_ROWS
     if is_few and data.valid is None and splits.folder is not None:
         data = dataclasses.replace(data, valid_fraction=0.2)
+        splits = open_data(data, seed=config.seed)
+    if added := [entry for entry in data.transform if entry not in given]:
+        data = _with_parts(data, added, splits, say)
         splits = open_data(data, seed=config.seed)
     schema, n = splits.train.schema, splits.train.num_examples
     size = 2 ** int(math.log2(max(n / _STEPS, 1)))
@@ -162,3 +166,26 @@ def settings_for(config: Config, say: Callable[[str], None]) -> Config:
             log_every=max(10, steps // _EVALUATIONS),
         ),
     )
+
+
+def _with_parts(
+    data: DataConfig, added: list[str], splits: Splits, say: Callable[[str], None]
+) -> DataConfig:
+    """Returns the data with those of the added parts of columns that help."""
+    from loka_jax.train.cross_choice import choose_parts  # which needs SciPy
+
+    entries = [(entry.rpartition("=")[0], entry.rpartition("=")[2]) for entry in added]
+    columns, parts = dict(entries), data.inputs.parts.items()
+    names = [name for name, part in parts if part.source in columns]
+    out = {*names} - choose_parts(splits, names)
+    own = []
+    for column, texts in entries:
+        steps = [
+            x for x in texts.split(",") if f"{column}:{x.split(':')[0]}" not in out
+        ]
+        if ",".join(steps) not in ("", usual_of(data.transform)):
+            own.append(f"{column}={','.join(steps)}")
+    if own:
+        say(f"Made of columns, which --data.transform changes: {' '.join(own)}")
+    given = (entry for entry in data.transform if entry not in added)
+    return dataclasses.replace(data, transform=(*given, *own))

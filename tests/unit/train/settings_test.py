@@ -65,3 +65,21 @@ def test_a_task_for_each_label(file):
 def test_what_is_chosen_is_chosen_again(file):
     found = chosen(file)
     assert settings_for(found, lambda _: None) == found
+
+
+def test_parts_of_columns_are_made_where_they_help(tmp_path):
+    draw, n = np.random.default_rng(0), 8000
+    x, noise, other = draw.normal(0, 1, (3, n))
+    at = np.datetime64("2026-11-01", "s") + draw.permutation(n * 360)[:n]
+    hour = (at - at.astype("M8[D]")).astype(int) // 3600
+    logit = 3 * (abs(x) > 1) + 2 * (hour > 12) - 2.5
+    columns = {"click": draw.random(n) < 1 / (1 + np.exp(-logit)), "at": at, "x": x}
+    columns |= {"noise": noise, "other": pa.array(other, mask=noise > 1)}
+    parquet.write_table(pa.table(columns), tmp_path / "log.parquet")
+    found = chosen(tmp_path / "log.parquet").data.transform
+    own = "x=log1p,buckets:16", "other=log1p,missing", "at=hour"
+    assert found == ("log1p", *own)
+    said = ("standardize", "x=clip:0:1", "at=none", "other=none,buckets:4")
+    kept = chosen(tmp_path / "log.parquet", transform=said).data
+    assert kept.transform == ("standardize", "x=clip:0:1", "other=none,buckets:4")
+    assert kept.time == "at" and kept.inputs.parts.keys() == {"other:buckets"}
