@@ -138,5 +138,5 @@ def test_the_form_of_a_checkpoint_has_this_number():
         "rhs.normal.mean[4,10] rhs.normal.rows[1,4,4] rhs.normal.columns[1,10,10] "
         "rhs.elements.values[10] g.moments.count[] g.moments.mean[10] "
         "g.moments.scatter[1,10,10] g.norms[160] g.elements.values[10] errors.steps[] "
-        "errors.sums[3,3,3,4]",
+        "errors.sums[3,3,3,4] errors.amaxes[3]",
     )
