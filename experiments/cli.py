@@ -108,7 +108,9 @@ def _parse(
     return parsed.run, {name: getattr(parsed, name) for name in options}
 
 
-def _type(value: Any) -> type:
+def _type(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple[str, ...]
     return pathlib.Path if isinstance(value, pathlib.Path) else type(value)
 
 
