@@ -36,6 +36,7 @@ def summarize(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any
         final_step = best.progress.step
         final_state = _which(run.config.optim, progress, final_step)
         final, samples = evaluate_finally(best.run, best.state, held_out)
+        record.track_final(final, progress.step)
         if samples:
             columns = held_out.schema.categorical
             record.write_scores(samples, split, columns, splits.folder)
