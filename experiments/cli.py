@@ -108,9 +108,7 @@ def _parse(
     return parsed.run, {name: getattr(parsed, name) for name in options}
 
 
-def _type(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple[str, ...]
+def _type(value: Any) -> type:
     return pathlib.Path if isinstance(value, pathlib.Path) else type(value)
 
 

@@ -19,6 +19,8 @@ from loka_jax.commands import leave_on_interrupt
 if __name__ == "__main__":  # the imports below take seconds
     leave_on_interrupt()
 
+import argparse
+import contextlib
 import functools
 import importlib.util
 import operator
@@ -34,7 +36,8 @@ from typing import Any
 
 import filelock
 
-from experiments.cli import parse_with, run_cli
+from experiments.cli import parse, run_cli
+from experiments.options import asks_for_help
 from loka_jax import jsonfile
 from loka_jax.commands import as_commands
 from loka_jax.fitting import field_of
@@ -43,8 +46,6 @@ from loka_jax.report.render import real
 from loka_jax.terminal import printable
 from loka_jax.train.config import Config
 from loka_jax.train.folder.record import read_run
-
-_BEATS = 10  # seconds between two signs of life of a process with a trial
 
 type Draw = Callable[[Any], list[str]]  # takes a trial; returns arguments
 
@@ -79,8 +80,11 @@ def put_back(study: Any, trial: Any) -> None:
 def draw_of(config: Config, entry: str) -> Draw:
     """Returns how the option of an entry of `--space` is drawn; raises ValueError."""
     name, _, text = entry.partition("=")
-    field = field_of(config, name)
-    option, default = option_of(field), operator.attrgetter(field)(config)
+    option = option_of(field := field_of(config, name))
+    default = operator.attrgetter(field)(config)
+    low, _, high = text.removesuffix(":log").partition(":")
+    is_whole = not isinstance(default, float) and (low + high).isdecimal()
+    is_log, kind = text.endswith(":log"), int if is_whole else float
 
     def choose(trial: Any) -> list[str]:
         value = trial.suggest_categorical(option, text.split(","))
@@ -88,25 +92,19 @@ def draw_of(config: Config, entry: str) -> Draw:
             return [option if value == "True" else option.replace("--", "--no-", 1)]
         return [option, *value.split()]
 
-    if ":" not in text and all(text.split(",")):
-        return choose
-    try:
-        is_log, ends = text.endswith(":log"), text.removesuffix(":log").split(":")
-        is_whole = not isinstance(default, float) and all(map(str.isdecimal, ends))
-        low, high = map(int if is_whole else float, ends)
-        if not low < high or (is_log and low <= 0):
-            raise ValueError
-    except ValueError:
-        raise ValueError(
-            f"--space {entry!r} must be OPTION=LOW:HIGH or OPTION=LOW:HIGH:log with "
-            "LOW < HIGH, above 0 for a logarithm, or OPTION=A,B,C."
-        ) from None
-
     def draw(trial: Any) -> list[str]:
         suggest = trial.suggest_int if is_whole else trial.suggest_float
-        return [option, str(suggest(option, low, high, log=is_log))]
+        return [option, str(suggest(option, kind(low), kind(high), log=is_log))]
 
-    return draw
+    if ":" not in text and all(text.split(",")):
+        return choose
+    with contextlib.suppress(ValueError):
+        if kind(low) < kind(high) and not (is_log and kind(low) <= 0):
+            return draw
+    raise ValueError(
+        f"--space {entry!r} must be OPTION=LOW:HIGH or OPTION=LOW:HIGH:log with LOW < "
+        "HIGH, above 0 for a logarithm, or OPTION=A,B,C."
+    )
 
 
 def _train(line: list[str], output: pathlib.Path) -> None:
@@ -155,23 +153,23 @@ def open_study(folder: pathlib.Path, of: dict[str, Any]) -> Any:
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     folder.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(folder / ".lock"):
-        if (kept := folder / "sweep.json").exists():
-            changed = jsonfile.explain_mismatch(jsonfile.read(kept), of)
-            if changed:
-                raise ValueError(
-                    f"{folder} holds a sweep with other options "
-                    f"({'; '.join(changed[:5])}): choose another --workdir."
-                )
+        kept = folder / "sweep.json"
+        saved = jsonfile.read(kept) if kept.exists() else of
+        if changed := jsonfile.explain_mismatch(saved, of):
+            raise ValueError(
+                f"{folder} holds a sweep with other options "
+                f"({'; '.join(changed[:5])}): choose another --workdir."
+            )
         jsonfile.write(kept, of)
         storage = optuna.storages.RDBStorage(
             f"sqlite:///{folder / 'study.db'}",
             {"connect_args": {"timeout": 60}},
-            heartbeat_interval=_BEATS,
+            heartbeat_interval=10,  # seconds; a trial without any is put back
             heartbeat_stale_trial_callback=put_back,
         )
-        sampler = optuna.samplers.TPESampler()
-        options = {"study_name": "sweep", "load_if_exists": True}
-        return optuna.create_study(storage=storage, sampler=sampler, **options)
+        return optuna.create_study(
+            study_name="sweep", storage=storage, load_if_exists=True
+        )
 
 
 def search(study: Any, objective: Callable[[Any], float], trials: int) -> None:
@@ -184,9 +182,8 @@ def search(study: Any, objective: Callable[[Any], float], trials: int) -> None:
         print(printable(f"Trial {trial.number}, {values}: {came}"), flush=True)
 
     def count(*states: str) -> int:  # those with a reason why they have no NE, too
-        return sum(
-            t.state.name in states or "why" in t.user_attrs for t in study.trials
-        )
+        all_ = study.trials
+        return sum(t.state.name in states or "why" in t.user_attrs for t in all_)
 
     while count("COMPLETE") < trials:
         fail_stale_trials(study)
@@ -196,36 +193,31 @@ def search(study: Any, objective: Callable[[Any], float], trials: int) -> None:
             time.sleep(1)
 
 
-def _without(arguments: list[str], options: tuple[str, ...]) -> list[str]:
-    """Returns a command line without some options and their values."""
-    kept, keeps = [], True
-    for argument in arguments:
-        if argument.startswith("--"):
-            keeps = argument.partition("=")[0] not in options
-        kept += [argument] * keeps
-    return kept
-
-
 def _sweep(arguments: list[str]) -> int:
-    config, own = parse_with(arguments, "sweep.py", trials=20, space=())
-    if not own["space"]:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--space", nargs="+", default=[])
+    parser.add_argument("--workdir", type=pathlib.Path)
+    own, rest = parser.parse_known_args(arguments)
+    if asks_for_help(rest):
+        print(f"{as_commands(__doc__ or '')}\nOptions of every trial:\n")
+    config = parse(rest, "sweep.py")
+    if not own.space:
         raise ValueError("--space is missing: name options, as optim.lr=0.01:0.1.")
-    draws = [draw_of(config, entry) for entry in own["space"]]
-    rest = _without(arguments, ("--trials", "--space", "--workdir"))
+    draws = [draw_of(config, entry) for entry in own.space]
 
     def line_of(trial: Any) -> list[str]:
         return [*rest, *(word for draw in draws for word in draw(trial))]
 
-    folder = config.run.workdir or pathlib.Path("runs") / f"{config.name}-sweep"
-    of = {"config": config.identity(), "space": list(own["space"])}
-    study = open_study(folder, of)
-    search(study, functools.partial(objective, folder, line_of), own["trials"])
+    folder = own.workdir or pathlib.Path("runs") / f"{config.name}-sweep"
+    study = open_study(folder, {"config": config.identity(), "space": own.space})
+    search(study, functools.partial(objective, folder, line_of), own.trials)
     if not any(trial.state.name == "COMPLETE" for trial in study.trials):
         raise ValueError(f"no trial has a validation NE: see the files in {folder}.")
     best = study.best_trial
-    command = ["python", "experiments/train.py", *line_of(best)]
+    command = shlex.join(["python", "experiments/train.py", *line_of(best)])
     print(printable(f"Best: trial {best.number}, validation NE {best.value:.5f}, by"))
-    print(f"  {as_commands(shlex.join(command))}")
+    print(f"  {as_commands(command)}")
     return 0
 
 

@@ -24,8 +24,6 @@ from loka_jax.report.render import flat, real
 from loka_jax.terminal import one_line
 
 _OF_ALL = "loka_jax"  # the experiment, or project, if the environment names none
-_PARAMS = 100  # that MLflow takes in a call
-
 type Config = Mapping[str, Any]
 
 
@@ -69,8 +67,7 @@ def _mlflow(workdir: Path, config: Config, step: int) -> Tracker:
         tags = {"workdir": str(workdir.resolve())}
         run = client.create_run(experiment, tags=tags, run_name=workdir.name).info
         params = [Param(k, str(v)) for k, v in flat(dict(config)).items()]
-        for at in range(0, len(params), _PARAMS):
-            client.log_batch(run.run_id, params=params[at : at + _PARAMS])
+        client.log_batch(run.run_id, params=params)
         return run.run_id
 
     run = _kept(workdir / "mlflow.txt", begin)
@@ -82,10 +79,8 @@ def _mlflow(workdir: Path, config: Config, step: int) -> Tracker:
         metrics = [Metric(name, value, now, step) for name, value in known.items()]
         client.log_batch(run, metrics=metrics)
 
-    def close(is_well: bool) -> None:
-        client.set_terminated(run, "FINISHED" if is_well else "FAILED")
-
-    return Tracker(log, close)
+    ends = {True: "FINISHED", False: "FAILED"}
+    return Tracker(log, lambda is_well: client.set_terminated(run, ends[is_well]))
 
 
 def _wandb(workdir: Path, config: Config, step: int) -> Tracker:
@@ -131,14 +126,13 @@ class Trackers:
         Raises:
             ValueError: if a library is missing.
         """
+        self._names, self._say = names, say
+        self._open: dict[str, Tracker] = {}
         for name in names:
             _, library, extra = _TRACKERS[name]
             if importlib.util.find_spec(library) is None:
-                raise ValueError(
-                    f"--track {name} needs {library}: install loka-jax[{extra}]."
-                )
-        self._names, self._say = names, say
-        self._open: dict[str, Tracker] = {}
+                what = f"--track {name} needs {library}"
+                raise ValueError(f"{what}: install loka-jax[{extra}].")
 
     def open(self, workdir: Path, config: Config, step: int) -> None:
         """Opens all, or opens them again, for what comes after a step.
