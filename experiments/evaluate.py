@@ -10,10 +10,11 @@ and exit code 2.
 
 import dataclasses
 import pathlib
+import shlex
 import sys
 
 from experiments.options import run_alone
-from loka_jax.commands import leave_on_interrupt
+from loka_jax.commands import as_commands, leave_on_interrupt
 from loka_jax.terminal import printable
 
 
@@ -45,6 +46,7 @@ class Arguments:
         importance: tells by how much NE rises if the values of each column are in
             another order, on the first 20,000 rows.
         out: a file for the numbers as JSON; None for none.
+        page: a page (.html) of the numbers; None for none.
     """
 
     workdir: pathlib.Path
@@ -54,17 +56,24 @@ class Arguments:
     k: int = 10
     importance: bool = False
     out: pathlib.Path | None = None
+    page: pathlib.Path | None = None
 
 
 def main(line: list[str]) -> int:
     """Runs one command line; returns the exit code."""
-    return run_alone(Arguments, line, "evaluate.py", __doc__, _run)
+    command = as_commands(shlex.join(["python", "experiments/evaluate.py", *line]))
+    return run_alone(
+        Arguments, line, "evaluate.py", __doc__, lambda options: _run(options, command)
+    )
 
 
-def _run(arguments: Arguments) -> int:
+def _run(arguments: Arguments, command: str) -> int:
     from loka_jax import jsonfile
     from loka_jax.predict import evaluate_files, importance_of, load
+    from loka_jax.report.evaluation_page import write_evaluation_page
 
+    if arguments.page is not None and arguments.page.suffix != ".html":
+        raise ValueError(f"--page {arguments.page} must end in .html: rename it.")
     predictor = load(arguments.workdir)
     print(f"Scoring with the weights of step {predictor.step:,}.", flush=True)
     rows = arguments.data
@@ -91,6 +100,11 @@ def _run(arguments: Arguments) -> int:
     if arguments.out is not None:
         jsonfile.write(arguments.out, numbers)
         print(printable(f"Numbers: {arguments.out}"))
+    if arguments.page is not None:
+        view = {"command": command, "step": predictor.step, "by": arguments.by}
+        title = f"{arguments.workdir.resolve().name} on new rows"
+        page = write_evaluation_page(arguments.page, numbers, title=title, **view)
+        print(printable(f"Page: {page}"))
     return 0
 
 

@@ -46,8 +46,8 @@ class Scorer:
         return [scores.tolist() for scores in self.model.together(batch)]
 
 
-def main(arguments: list[str]) -> int:
-    """Runs workers, or one of them; returns the exit code."""
+def options_of(arguments: list[str]) -> argparse.Namespace:
+    """Returns the options of a command line."""
     parser = argparse.ArgumentParser(
         prog=command("serve.py"),
         description=as_commands(__doc__ or ""),
@@ -59,7 +59,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--max-rows", type=int, default=1024)
     parser.add_argument("--wait-ms", type=float, default=1.0)
     parser.add_argument("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Runs workers, or one of them; returns the exit code."""
+    options = options_of(arguments)
     try:
         if options.worker is not None:
             return _work(options)
