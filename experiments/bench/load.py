@@ -99,7 +99,7 @@ class Seen(NamedTuple):
 def main(arguments: Arguments) -> dict[str, Any]:
     """Measures, prints, writes and returns the result."""
     result = results.head("load", arguments) | {"loads": []}
-    with _server(arguments) as (process, address):
+    with server(arguments) as (process, address):
         session = _Session(arguments, process, address)
         for load in asyncio.run(session.loads()):
             result["loads"].append(load)
@@ -133,7 +133,7 @@ def _value(field: dict[str, Any], arrays, rng: np.random.Generator) -> Any:
 
 
 @contextlib.contextmanager
-def _server(arguments: Arguments) -> Iterator[tuple[subprocess.Popen, str]]:
+def server(arguments: Any) -> Iterator[tuple[subprocess.Popen, str]]:
     """Yields the process of the server and its address, once it is ready."""
     options = ["--max-rows", arguments.max_rows, "--wait-ms", arguments.wait_ms]
     command = [sys.executable, "-u", _SERVE, arguments.model, "--port", 0, *options]
