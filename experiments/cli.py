@@ -77,6 +77,13 @@ def parse_with(
     return _parse(wide, rest, script, options)
 
 
+# What `--help` shows of a model on a table, in this order.
+_FIRST = (
+    "data.path data.train data.valid data.test data.label data.labels data.dense "
+    "data.categorical data.multi data.time data.weight workdir resume init-from "
+    "dry-run track seed recipe plan top-mlp dropout-rate embedding.dim "
+    "embedding.crosses optim.lr optim.rows-lr optim.plateau-patience loop.batch-size loop.epochs"
+).split()
 _WIDE = {"fp8_dlrm": "fp8_dlrm_wide", "bf16_dlrm": "bf16_dlrm_wide"}
 
 
@@ -102,8 +109,11 @@ def _parse(
             *((name, _type(value)) for name, value in options.items()),
         ],
     )
+    first = _FIRST if default.data.kind == "table" and not options else ()
     parsed = parse_options(
-        combined(default, **options), arguments, script, config=default.name
+        *(combined(default, **options), arguments, script),
+        config=default.name,
+        first=first,
     )
     return parsed.run, {name: getattr(parsed, name) for name in options}
 
@@ -135,7 +145,7 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
             print(f"  {name:20} {text}")
         print("\n  table --model NAME is table_NAME, for a table of your own.")
         print("  bf16_NAME is fp8_NAME in bfloat16, its baseline.")
-        print("\nWith --config NAME, --help lists all options and defaults.")
+        print("\nWith --config NAME, --help-all lists all options and defaults.")
         if asks_for_help(rest):
             raise SystemExit(0)
         print()

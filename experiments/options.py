@@ -3,11 +3,14 @@
 tyro says itself what is wrong with a value, and ends with code 2. Needs no JAX.
 """
 
+import contextlib
 import dataclasses
 import difflib
+import io
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tyro
@@ -20,7 +23,12 @@ _OF_FLAX = {"name", "parent"}  # fields of its modules
 
 
 def parse_options[T](
-    default: T, arguments: list[str], script: str, *, config: str = ""
+    default: T,
+    arguments: list[str],
+    script: str,
+    *,
+    config: str = "",
+    first: Sequence[str] = (),
 ) -> T:
     """Returns a dataclass with the options of a command line.
 
@@ -29,19 +37,31 @@ def parse_options[T](
         arguments: the options.
         script: name of the script in experiments/.
         config: name of the configuration, if there is one.
+        first: the options that `--help` shows, those that exist; all if none are named.
+            `--help-all` shows all.
 
     Raises:
         ValueError: for an unknown option, with the nearest ones.
         SystemExit: with code 0 after `--help`, with code 2 for a bad value.
     """
     prog = command(script) + (f" --config {config}" if config else "")
-    parsed, unknown = tyro.cli(
-        type(default),
-        default=default,
-        args=expanded(arguments),
-        prog=prog,
-        return_unknown_args=True,
-    )
+    line = ["--help" if x == "--help-all" else x for x in expanded(arguments)]
+    shown = io.StringIO()
+    is_short = first and asks_for_help(arguments) and "--help-all" not in arguments
+    if is_short:
+        os.environ["COLUMNS"] = "80"  # in which tyro lists options one after another
+    try:
+        with contextlib.redirect_stdout(shown if is_short else sys.stdout):
+            parsed, unknown = tyro.cli(
+                type(default),
+                default=default,
+                args=line,
+                prog=prog,
+                return_unknown_args=True,
+            )
+    finally:
+        if is_short:
+            print(_shortened(shown.getvalue(), first, len(option_names(default))))
     if unknown:
         raise ValueError(_unknown(unknown[0], option_names(default), prog))
     return parsed
@@ -94,7 +114,17 @@ def run_alone[T](
 
 def asks_for_help(arguments: list[str]) -> bool:
     """Returns whether a command line asks for help."""
-    return "--help" in arguments or "-h" in arguments
+    return bool({"-h", "--help", "--help-all"} & {*arguments})
+
+
+def _shortened(text: str, first: Sequence[str], count: int) -> str:
+    """Returns tyro's help with some of its options only, in their order."""
+    usage, *_ = text.split("\n")
+    found = re.findall(r"^  (--([\w.-]+).*(?:\n   .*)*)", text, re.MULTILINE)
+    entries = {name: re.sub(r" *\n  ", "\n", entry).rstrip() for entry, name in found}
+    shown = [entries[name] for name in first if name in entries]
+    rest = f"--help-all shows all {count} options."
+    return "\n".join([usage, "", *shown, "", rest])
 
 
 def expanded(arguments: list[str]) -> list[str]:
@@ -147,9 +177,10 @@ def _unknown(argument: str, options: list[str], prog: str) -> str:
     wrong = argument.partition("=")[0].replace("_", "-")
     if near := " or ".join(near_options(wrong, options)):
         return (
-            f"there is no option {wrong}: did you mean {near}? Else see {prog} --help."
+            f"there is no option {wrong}: did you mean {near}? Else see "
+            f"{prog} --help-all."
         )
-    return f"there is no option {wrong}: {prog} --help lists all."
+    return f"there is no option {wrong}: {prog} --help-all lists all."
 
 
 def near_options(wrong: str, options: list[str]) -> list[str]:
