@@ -70,7 +70,7 @@ def main(line: list[str]) -> int:
 def _run(arguments: Arguments, command: str) -> int:
     from loka_jax import jsonfile
     from loka_jax.predict import evaluate_files, importance_of, load
-    from loka_jax.report.evaluation_page import write_evaluation_page
+    from loka_jax.report.render import write_page
 
     if arguments.page is not None and arguments.page.suffix != ".html":
         raise ValueError(f"--page {arguments.page} must end in .html: rename it.")
@@ -101,9 +101,12 @@ def _run(arguments: Arguments, command: str) -> int:
         jsonfile.write(arguments.out, numbers)
         print(printable(f"Numbers: {arguments.out}"))
     if arguments.page is not None:
-        view = {"command": command, "step": predictor.step, "by": arguments.by}
-        title = f"{arguments.workdir.resolve().name} on new rows"
-        page = write_evaluation_page(arguments.page, numbers, title=title, **view)
+        judged = {"": found.overall, **found.groups}
+        view = {"judged": judged, "step": predictor.step, "by": arguments.by}
+        view |= {"importance": numbers.get("importance"), "command": command}
+        title = f"{arguments.workdir.resolve().name} on labelled rows"
+        view |= {"title": title, "settings": {}}
+        page = write_page(arguments.page, "evaluation.html", **view)
         print(printable(f"Page: {page}"))
     return 0
 

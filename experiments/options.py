@@ -23,12 +23,7 @@ _OF_FLAX = {"name", "parent"}  # fields of its modules
 
 
 def parse_options[T](
-    default: T,
-    arguments: list[str],
-    script: str,
-    *,
-    config: str = "",
-    first: Sequence[str] = (),
+    default: T, arguments: list[str], script: str, *, config: str = ""
 ) -> T:
     """Returns a dataclass with the options of a command line.
 
@@ -37,8 +32,6 @@ def parse_options[T](
         arguments: the options.
         script: name of the script in experiments/.
         config: name of the configuration, if there is one.
-        first: the options that `--help` shows, those that exist; all if none are named.
-            `--help-all` shows all.
 
     Raises:
         ValueError: for an unknown option, with the nearest ones.
@@ -46,22 +39,13 @@ def parse_options[T](
     """
     prog = command(script) + (f" --config {config}" if config else "")
     line = ["--help" if x == "--help-all" else x for x in expanded(arguments)]
-    shown = io.StringIO()
-    is_short = first and asks_for_help(arguments) and "--help-all" not in arguments
-    if is_short:
-        os.environ["COLUMNS"] = "80"  # in which tyro lists options one after another
-    try:
-        with contextlib.redirect_stdout(shown if is_short else sys.stdout):
-            parsed, unknown = tyro.cli(
-                type(default),
-                default=default,
-                args=line,
-                prog=prog,
-                return_unknown_args=True,
-            )
-    finally:
-        if is_short:
-            print(_shortened(shown.getvalue(), first, len(option_names(default))))
+    parsed, unknown = tyro.cli(
+        type(default),
+        default=default,
+        args=line,
+        prog=prog,
+        return_unknown_args=True,
+    )
     if unknown:
         raise ValueError(_unknown(unknown[0], option_names(default), prog))
     return parsed
@@ -117,14 +101,18 @@ def asks_for_help(arguments: list[str]) -> bool:
     return bool({"-h", "--help", "--help-all"} & {*arguments})
 
 
-def _shortened(text: str, first: Sequence[str], count: int) -> str:
-    """Returns tyro's help with some of its options only, in their order."""
-    usage, *_ = text.split("\n")
-    found = re.findall(r"^  (--([\w.-]+).*(?:\n   .*)*)", text, re.MULTILINE)
+def help_of(default: Any, first: Sequence[str], prog: str) -> str:
+    """Returns the help of some options of a dataclass, in their order."""
+    os.environ["COLUMNS"] = "80"  # in which tyro lists options one after another
+    with contextlib.redirect_stdout(shown := io.StringIO()):
+        with contextlib.suppress(SystemExit):
+            tyro.cli(type(default), default=default, args=["--help"], prog=prog)
+    listed = r"^  (--([\w.-]+).*(?:\n   .*)*)"
+    found = re.findall(listed, shown.getvalue(), re.MULTILINE)
     entries = {name: re.sub(r" *\n  ", "\n", entry).rstrip() for entry, name in found}
-    shown = [entries[name] for name in first if name in entries]
-    rest = f"--help-all shows all {count} options."
-    return "\n".join([usage, "", *shown, "", rest])
+    parts = [f"usage: {prog} [OPTIONS]\n", *(entries.get(x, "") for x in first)]
+    parts.append(f"\n--help-all shows all {len(option_names(default))} options.")
+    return "\n".join(filter(None, parts))
 
 
 def expanded(arguments: list[str]) -> list[str]:

@@ -46,8 +46,8 @@ class Scorer:
         return [scores.tolist() for scores in self.model.together(batch)]
 
 
-def options_of(arguments: list[str]) -> argparse.Namespace:
-    """Returns the options of a command line."""
+def main(arguments: list[str]) -> int:
+    """Runs workers, or one of them; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog=command("serve.py"),
         description=as_commands(__doc__ or ""),
@@ -59,12 +59,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-rows", type=int, default=1024)
     parser.add_argument("--wait-ms", type=float, default=1.0)
     parser.add_argument("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str]) -> int:
-    """Runs workers, or one of them; returns the exit code."""
-    options = options_of(arguments)
+    options = parser.parse_args(arguments)
     try:
         if options.worker is not None:
             return _work(options)

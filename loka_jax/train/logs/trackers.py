@@ -2,11 +2,10 @@
 
     tensorboard   events in the run's folder
     mlflow        MLFLOW_TRACKING_URI, or MLflow's local store
-    wandb         Weights & Biases: files in the run's folder for `wandb sync`, or, with
-                  WANDB_MODE=online, its server
+    wandb         files in the run's folder, or with WANDB_MODE=online the server of W&B
 
-A resumed run goes on in the same run of a tracker. A tracker that fails while a run
-trains is left out, which is said; all numbers are in metrics.jsonl, too.
+A resumed run goes on in the same run of a tracker. One that fails while a run trains is
+left out, which is said; all numbers are in metrics.jsonl, too.
 """
 
 import importlib.util
@@ -28,12 +27,7 @@ type Config = Mapping[str, Any]
 
 
 class Tracker(NamedTuple):
-    """What takes the numbers of a run.
-
-    Attributes:
-        log: takes numbers by names such as `train/loss`, and their step.
-        close: ends, for now or for good; takes whether the run is well.
-    """
+    """Takes numbers by name and their step; ends, well or not, for now or for good."""
 
     log: Callable[[Mapping[str, float], int], object]
     close: Callable[[bool], object]
@@ -42,9 +36,8 @@ class Tracker(NamedTuple):
 def _tensorboard(workdir: Path, config: Config, step: int) -> Tracker:
     import tensorboardX
 
-    events = tensorboardX.SummaryWriter(
-        str(workdir / "tensorboard"), purge_step=step + 1, write_to_disk=True
-    )
+    folder = str(workdir / "tensorboard")
+    events = tensorboardX.SummaryWriter(folder, purge_step=step + 1, write_to_disk=True)
 
     def log(numbers: Mapping[str, float], step: int) -> None:
         for name, value in numbers.items():
@@ -76,8 +69,7 @@ def _mlflow(workdir: Path, config: Config, step: int) -> Tracker:
     def log(numbers: Mapping[str, float], step: int) -> None:
         now = int(1000 * time.time())
         known = {re.sub(r"[^/\w.\- :]", "_", name): x for name, x in numbers.items()}
-        metrics = [Metric(name, value, now, step) for name, value in known.items()]
-        client.log_batch(run, metrics=metrics)
+        client.log_batch(run, [Metric(k, x, now, step) for k, x in known.items()])
 
     ends = {True: "FINISHED", False: "FAILED"}
     return Tracker(log, lambda is_well: client.set_terminated(run, ends[is_well]))
@@ -86,12 +78,13 @@ def _mlflow(workdir: Path, config: Config, step: int) -> Tracker:
 def _wandb(workdir: Path, config: Config, step: int) -> Tracker:
     import wandb
 
+    mode: Any = os.environ.get("WANDB_MODE", "offline")
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", _OF_ALL),
         name=workdir.name,
         id=_kept(workdir / "wandb.txt", lambda: secrets.token_hex(8)),
         resume="allow",
-        mode=os.environ.get("WANDB_MODE", "offline"),  # type: ignore[arg-type]
+        mode=mode,
         dir=workdir,
         config=dict(config),
         settings=wandb.Settings(silent=True, console="off"),
@@ -118,15 +111,10 @@ _TRACKERS = {  # how each is opened, its library, and the extra that has it
 
 
 class Trackers:
-    """The trackers of a run, by name."""
+    """The trackers of a run, by name; refuses those whose library is missing."""
 
     def __init__(self, names: tuple[str, ...], say: Callable[[str], None]):
-        """Takes the names, and what tells the user of a tracker that fails.
-
-        Raises:
-            ValueError: if a library is missing.
-        """
-        self._names, self._say = names, say
+        self._names, self._say = names, say  # what tells of one that fails
         self._open: dict[str, Tracker] = {}
         for name in names:
             _, library, extra = _TRACKERS[name]
@@ -135,11 +123,7 @@ class Trackers:
                 raise ValueError(f"{what}: install loka-jax[{extra}].")
 
     def open(self, workdir: Path, config: Config, step: int) -> None:
-        """Opens all, or opens them again, for what comes after a step.
-
-        Raises:
-            ValueError: if one cannot be opened.
-        """
+        """Opens all, or again, for what comes after a step; refuses what cannot be."""
         self.close(True)
         for name in self._names:
             try:
