@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loka_jax import jsonfile
+from loka_jax.options import require
 from loka_jax.report.render import flat, real
 from loka_jax.terminal import one_line
 
@@ -117,6 +118,9 @@ class Trackers:
         self._names, self._say = names, say  # what tells of one that fails
         self._open: dict[str, Tracker] = {}
         for name in names:
+            require(
+                name in _TRACKERS, "--track", name, f"one of {', '.join(_TRACKERS)}"
+            )
             _, library, extra = _TRACKERS[name]
             if importlib.util.find_spec(library) is None:
                 what = f"--track {name} needs {library}"

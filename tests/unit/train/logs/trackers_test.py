@@ -86,6 +86,8 @@ def test_a_tracker_that_cannot_begin_is_refused(tmp_path, monkeypatch):
     tracked = Trackers(("mlflow",), print)
     with pytest.raises(ValueError, match=r"mlflow cannot begin \(OSError: no store\)"):
         tracked.open(tmp_path, CONFIG, -1)
+    with pytest.raises(ValueError, match="mlfow must be one of tensorboard, mlflow"):
+        Trackers(("mlfow",), print)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"mlflow needs json: install loka-jax\[mlf"):
         Trackers(("mlflow",), print)
