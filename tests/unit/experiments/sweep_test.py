@@ -32,6 +32,7 @@ def test_an_option_is_drawn_as_its_entry_and_its_kind_say():
         assert found == [f"--{name}", *words]
         assert distributions == {f"--{name}": kept}
     assert drawn("top-mlp=8 4,8", **{"top-mlp": "8 4"})[0] == ["--top-mlp", "8", "4"]
+    assert drawn("model=dlrm,dhen", model="dhen")[0] == ["--model", "dhen"]
     assert drawn("bias=True,False", bias="True")[0] == ["--bias"]
     assert drawn("bias=True,False", bias="False")[0] == ["--no-bias"]
 
