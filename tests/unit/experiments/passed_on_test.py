@@ -142,7 +142,7 @@ def test_probe(monkeypatch, run, tmp_path):
     code, out, _ = run(probe, *arguments)
     _, (config, given, script) = seen
     assert (code, given, script) == (0, arguments, "probe.py")
-    assert (config.seed, config.probe.every, config.run.resume) == (4, 10, False)
+    assert (config.seed, config.probe.every, config.run.resume) == (4, 1, False)
     assert (config.mesh.replicas, config.mesh.shards) == (1, 1)
     assert "Probe runs on one device" in out and "Too few statistics: a: few" in out
     ((_, state, survey, _),) = surveyed
