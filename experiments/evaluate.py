@@ -44,7 +44,7 @@ class Arguments:
             or requests, for GAUC and NDCG; None for none.
         k: rows of a group that count for NDCG.
         importance: tells by how much NE rises if the values of each column are in
-            another order, on the first 20,000 rows.
+            another order, on the first 20,000 rows; on the run's page, too.
         out: a file for the numbers as JSON; None for none.
         page: a page (.html) of the numbers; None for none.
     """
@@ -71,11 +71,14 @@ def _run(arguments: Arguments, command: str) -> int:
     from loka_jax import jsonfile
     from loka_jax.predict import evaluate_files, importance_of, load
     from loka_jax.report.render import write_page
+    from loka_jax.report.run_page import write_run_page
+    from loka_jax.train.folder.record import IMPORTANCE, REPORT, read_run
 
     if arguments.page is not None and arguments.page.suffix != ".html":
         raise ValueError(f"--page {arguments.page} must end in .html: rename it.")
     predictor = load(arguments.workdir)
-    print(f"Scoring with the weights of step {predictor.step:,}.", flush=True)
+    how = "" if predictor.calibration is None else ", calibrated"
+    print(f"Scoring with the weights of step {predictor.step:,}{how}.", flush=True)
     rows = arguments.data
     found = evaluate_files(
         *(predictor, rows.path),
@@ -97,6 +100,9 @@ def _run(arguments: Arguments, command: str) -> int:
         for column, ne, half in ranked:
             print(printable(f"  {column}: {ne:+.5f} ± {half:.5f}"))
         numbers["importance"] = [one._asdict() for one in ranked]
+        jsonfile.write(arguments.workdir / IMPORTANCE, numbers["importance"])
+        page = write_run_page(arguments.workdir / REPORT, read_run(arguments.workdir))
+        print(printable(f"Report: {page}"))
     if arguments.out is not None:
         jsonfile.write(arguments.out, numbers)
         print(printable(f"Numbers: {arguments.out}"))
@@ -128,8 +134,9 @@ def _in_words(numbers: dict) -> str:
     ranks = ()
     if "gauc" in numbers:
         ranks = said("gauc", "GAUC"), said("ndcg", f"NDCG@{numbers['k']}")
+    own = [f"{k} {x:.5f}" for k, x in numbers.get("metrics", {}).items()]
     counts = f"({numbers['rows']:,} rows, {numbers['clicks']:,} of label 1)"
-    return "  ".join([*parts, *ranks, counts])
+    return "  ".join([*parts, *own, *ranks, counts])
 
 
 if __name__ == "__main__":

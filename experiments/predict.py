@@ -78,7 +78,8 @@ def _run(arguments: Arguments) -> int:
 
     shards = arguments.mesh.shards
     predictor = load(arguments.workdir, plan=arguments.plan, shards=shards)
-    print(f"Scoring with the weights of step {predictor.step:,}.", flush=True)
+    how = "" if predictor.calibration is None else ", calibrated"
+    print(f"Scoring with the weights of step {predictor.step:,}{how}.", flush=True)
     scored = score_file(
         predictor,
         arguments.data.path,

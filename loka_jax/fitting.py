@@ -21,14 +21,14 @@ import pyarrow as pa
 from pyarrow import dataset, parquet
 from rich.console import Console
 
-from loka_jax import jsonfile
+from loka_jax import jsonfile, named
 from loka_jax.cache_folder import cache_folder
 from loka_jax.export import Exported, export_run
 from loka_jax.options import did_you_mean
 from loka_jax.predict import Predictor, evaluate_files, load
 from loka_jax.terminal import one_line
 from loka_jax.train.config import Config
-from loka_jax.train.folder.record import SITES, SUMMARY
+from loka_jax.train.folder.record import REPORT, SITES, SUMMARY
 from loka_jax.train.session import standard_output, train
 from loka_jax.train.settings import settings_for, table_config
 
@@ -63,7 +63,7 @@ class FittedRun:
 
     def report(self) -> pathlib.Path:
         """Returns the page of the run; in a notebook, show it by `_repr_html_`."""
-        return self.workdir / "report.html"
+        return self.workdir / REPORT
 
     def _repr_html_(self) -> str:
         page = html.escape(self.report().read_text("utf-8"))
@@ -97,6 +97,8 @@ def fit(
     model: Any = "dlrm",
     valid: Any = None,
     test: Any = None,
+    loss: Any = None,
+    metrics: Mapping[str, Any] | None = None,
     workdir: str | os.PathLike | None = None,
     settings: Mapping[str, Any] | None = None,
     console: Console | None = None,
@@ -108,11 +110,15 @@ def fit(
             pyarrow table or dataset, a dataset of Hugging Face, a dict of columns, or
             an iterator of such tables, which are kept in the cache.
         label: the label column, or several; inferred if None.
-        model: `dlrm`, `dcnv2`, `wukong`, `dhen` or `mmoe`; or a Flax Linen module of
-            your own, or "module:Name" of its class, see `loka_jax.models.OwnModel`.
+        model: `dlrm`, `dcnv2`, `wukong`, `dhen` or `mmoe`; or one of your own: a Linen
+            module, a class of Linen or NNX, `functools.partial(Class, width=64)`, or
+            "module:Name" of the class, see `loka_jax.models.OwnModel`.
         valid: the validation rows, like `data`, or as in "dt=2026-11-13"; if None, the
             last tenth by time, or a tenth.
         test: the rows of the final evaluation, likewise; if None, the validation rows.
+        loss: a function of your own, or "module:function", see
+            `loka_jax.train.own_functions`; the log loss if None.
+        metrics: such functions by name, which evaluations measure, too.
         workdir: the new folder of the run; if None, one under `runs/`.
         settings: values of options by their names on the command line without dashes,
             such as {"loop.epochs": 3, "data.dense": ("price",), "seed": 1}.
@@ -131,6 +137,11 @@ def fit(
     if label is not None:
         name = "data.label" if isinstance(label, str) else "data.labels"
         own[name] = label if isinstance(label, str) else tuple(label)
+    if loss is not None:
+        own["optim.loss"] = _kept("the loss", loss)
+    if metrics is not None:
+        kept = [f"{k}={_kept(f'the metric {k}', f)}" for k, f in metrics.items()]
+        own["metrics"] = tuple(kept)
     if workdir is not None:
         own["workdir"] = pathlib.Path(workdir)
     config = changed(table_config(model), own)
@@ -140,6 +151,11 @@ def fit(
         raise KeyboardInterrupt
     assert done.workdir is not None
     return FittedRun(done.workdir)
+
+
+def _kept(what: str, function: Any) -> str:
+    """Returns the name by which a run keeps a function."""
+    return function if isinstance(function, str) else named.name_of(what, function)
 
 
 def changed(config: Config, settings: Mapping[str, Any]) -> Config:

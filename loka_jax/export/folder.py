@@ -10,6 +10,7 @@ vendor/                   flatbuffers, which jax reads programs with but lacks
 """
 
 import collections
+import dataclasses
 import hashlib
 import importlib.util
 import pathlib
@@ -46,6 +47,7 @@ from loka_jax.export.programs import (
 )
 from loka_jax.options import require
 from loka_jax.predict.trained import Trained, read_trained
+from loka_jax.train.calibration import Calibration
 from loka_jax.train.config import Config
 from loka_jax.train.folder.record import versions
 from loka_jax.train.folder.source_run import SourceRun, open_run
@@ -115,7 +117,8 @@ def export_run(
         for name in platforms
         for size in sizes
     )
-    return write_model(trained, spec, forms, out)
+    calibration = source.calibration()
+    return write_model(trained, spec, forms, out, calibration=calibration)
 
 
 def _inputs_of(source: SourceRun) -> tuple[Schema, Spec]:
@@ -156,7 +159,12 @@ def _sizes(config: Config, schema: Schema, asked: Sequence[int]) -> list[int]:
 
 
 def write_model(
-    trained: Trained, spec: Spec, forms: Iterator[Form], out: pathlib.Path
+    trained: Trained,
+    spec: Spec,
+    forms: Iterator[Form],
+    out: pathlib.Path,
+    *,
+    calibration: Calibration | None = None,
 ) -> Exported:
     """Writes programs of a model to a new folder, and compares those that run here."""
     inputs, vocabulary = spec
@@ -183,6 +191,7 @@ def write_model(
             "made_with": versions(),
             "inputs": inputs,
             "outputs": list(trained.schema.labels),
+            "calibration": calibration and dataclasses.asdict(calibration),
             "programs": [
                 program.as_json() | {"file": _file(program.form), "tables": names}
                 for program in programs

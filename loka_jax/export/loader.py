@@ -30,7 +30,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-FORMAT = 3
+FORMAT = 4
 MODEL = "model.json"
 # Roundings that the model makes are made, as weights were rounded when exporting.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
@@ -128,6 +128,9 @@ class Model:
         ]
         for logits, numbers in launched:
             out[numbers] = np.asarray(logits)[: len(numbers)]
+        if calibration := self.description["calibration"]:
+            a, b = (np.array(calibration[name], np.float32) for name in "ab")
+            out = out * a + b
         return out
 
     def warm(self) -> None:

@@ -3,43 +3,43 @@
     logits = Name(**options)(dense, embeddings)
 
 Dense features are float32 [B, n], embeddings float32 [B, F, D]; logits [B] or [B, 1],
-of T tasks [B, T]. `train` is passed on where the call takes it. The products of the
-model run as sites (`nn.convert`), without a change to its file. A run keeps the names
-and the options, so the class must be found by them wherever the run is read.
+of T tasks [B, T]. `train` is passed on where the call takes it. The class is of Linen
+or NNX; the products of the model run as sites (`nn.convert`), without a change to its
+file. A run keeps the names and the options, so the class must be found by them wherever
+the run is read.
 """
 
-import importlib
+import functools
 import inspect
 import json
-import os
-import sys
 from typing import Any
 
 import jax.numpy as jnp
 from flax import linen
 from jaxtyping import Array, Float
 
-from loka_jax import nn
+from loka_jax import named, nn
 from loka_jax.models.ranking import RankingModel
-from loka_jax.options import did_you_mean
 from loka_jax.terminal import one_line
 
 _FLAX = {"parent", "name"}
 
 
 class OwnModel(RankingModel):
-    """A user's Linen module as a ranking model.
+    """A user's Flax module as a ranking model.
 
     Attributes:
         own: "module:Name" of the class; the module is looked for in the current folder,
             too.
-        own_options: the fields of the class that are given, as JSON.
+        own_options: what the class is made with, as JSON.
         skip: patterns of the paths of sites that stay as they are written.
+        num_tasks: number of labels that it predicts.
     """
 
     own: str = ""
     own_options: str = "{}"
     skip: tuple[str, ...] = ()
+    num_tasks: int = 1
 
     @linen.compact
     def __call__(
@@ -50,56 +50,42 @@ class OwnModel(RankingModel):
         train: bool = False,
     ) -> Float[Array, "B"] | Float[Array, "B T"]:
         """Returns float32 logits."""
-        cls = class_of(self.own)
-        module = cls(**_read(self.own_options))
-        takes_train = "train" in inspect.signature(cls.__call__).parameters
+        cls, fields = class_of(self.own), _read(self.own_options)
+        if issubclass(cls, linen.Module):
+            module = cls(**fields)
+            takes_train = "train" in inspect.signature(cls.__call__).parameters
+        else:
+            from loka_jax.models.own_nnx import OwnNnx  # a tenth of a second
+
+            own = cls, fields, self.num_tasks
+            module, takes_train = OwnNnx(*own, name=f"{cls.__name__}_0"), True
         options: dict[str, Any] = {"train": train} if takes_train else {}
         model = nn.convert(module, recipe=self.recipe, skip=self.skip)
         logits = model(dense_features, embeddings.astype(jnp.float32), **options)
-        if logits.ndim == 2 and logits.shape[1] == 1:
-            logits = logits[:, 0]
-        if logits.ndim not in (1, 2) or len(logits) != len(embeddings):
+        shape = (len(embeddings), self.num_tasks)[: min(self.num_tasks, 2)]
+        if logits.shape not in (shape, (*shape, 1)):
             raise ValueError(
                 f"{self.own} returns an array of {logits.shape} for {len(embeddings)} "
-                "examples: return a logit for each, or one for each label."
+                f"examples and {self.num_tasks} labels: return a logit for each."
             )
-        return logits.astype(jnp.float32)
+        return logits.reshape(shape).astype(jnp.float32)
 
 
 def class_of(own: str) -> Any:
     """Returns the class that "module:Name" names.
 
     Raises:
-        ValueError: one sentence if there is none, or it is no Linen module.
+        ValueError: one sentence if there is none, or it is no module of Flax.
     """
-    module_name, _, name = own.partition(":")
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.append(here)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's file may raise any kind
-        raise ValueError(
-            f"the model {own!r} cannot be imported ({one_line(error)}): name it as "
-            "module:Name, with the module's folder in PYTHONPATH or as the current one."
-        ) from None
-    found = getattr(module, name, None)
-    if not (isinstance(found, type) and issubclass(found, linen.Module)):
-        classes = [k for k, v in vars(module).items() if _is_linen(v)]
-        hint = did_you_mean(name, classes, cutoff=0.4)
-        raise ValueError(
-            f"{own!r} is no Flax Linen module: {hint}{module_name} has "
-            f"{', '.join(classes) or 'none'}. (An NNX model trains in a loop of your "
-            "own, see docs/your-model.md.)"
-        )
-    return found
+    return named.found("the model", own, _is_module, "Flax module, Linen or NNX")
 
 
 def own_model(model: Any, **options: Any) -> OwnModel:
-    """Returns the model of "module:Name", or of an instance of such a class.
+    """Returns the model of "module:Name", of such a class, or of what it is made with.
 
     Args:
-        model: the name, or a Linen module whose class and fields a run can keep.
+        model: the name; a class of Linen or NNX; `functools.partial(Class, width=64)`;
+            or a Linen module, which keeps its fields.
         **options: fields of `OwnModel`.
 
     Raises:
@@ -108,32 +94,45 @@ def own_model(model: Any, **options: Any) -> OwnModel:
     if isinstance(model, str):
         class_of(model)
         return OwnModel(own=model, **options)
-    if not isinstance(model, linen.Module):
-        raise ValueError(
-            f"the model is a {type(model).__name__}, and must be a name such as "
-            "'dlrm', or 'module:Name', or an instance of a Flax Linen module."
-        )
-    cls = type(model)
-    own, fields = f"{cls.__module__}:{cls.__qualname__}", cls.__dataclass_fields__
-    given = {name: getattr(model, name) for name in fields if name not in _FLAX}
-    changed = {k: v for k, v in given.items() if v is not fields[k].default}
+    cls, given = _made_with(model)
+    own = named.name_of(f"the model {cls.__qualname__}", cls)
     try:
-        if cls.__module__ == "__main__" or class_of(own) is not cls:
-            raise ValueError("its class is not in a module that can be imported")
-        text = json.dumps(changed)
-        if cls(**_read(text)) != model:
-            raise ValueError("its fields are not the same when read again")
+        text = json.dumps(given)
+        if _read(text) != given:
+            raise ValueError("what it is made with is not the same when read again")
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"the model {cls.__qualname__} could not be read again from the run's "
-            f"folder ({one_line(error)}): define it in a file, with fields that are "
-            "numbers, texts and tuples of them."
+            f"folder ({one_line(error)}): make it with numbers, texts and tuples of "
+            "them."
         ) from None
     return OwnModel(own=own, own_options=text, **options)
 
 
+def _made_with(model: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the class of a model, and with what it is made."""
+    if isinstance(model, linen.Module):
+        cls, fields = type(model), type(model).__dataclass_fields__
+        given = {name: getattr(model, name) for name in fields if name not in _FLAX}
+        return cls, {k: v for k, v in given.items() if v is not fields[k].default}
+    is_partial = isinstance(model, functools.partial) and not model.args
+    cls, given = (model.func, model.keywords) if is_partial else (model, {})
+    if _is_module(cls):
+        return cls, given
+    kind = type(model).__name__
+    if _is_module(type(model)):
+        raise ValueError(
+            f"an NNX module, such as this {kind}, does not keep what it was made with: "
+            f"give its class, or functools.partial({kind}, width=64)."
+        )
+    raise ValueError(
+        f"the model is a {kind}, and must be a name such as 'dlrm', or 'module:Name', "
+        "or a Flax Linen module, or a class of Linen or NNX."
+    )
+
+
 def _read(text: str) -> dict[str, Any]:
-    """Returns fields from JSON, which has lists in place of tuples."""
+    """Returns options from JSON, which has lists in place of tuples."""
 
     def as_fields(value: Any) -> Any:
         return tuple(map(as_fields, value)) if isinstance(value, list) else value
@@ -141,5 +140,9 @@ def _read(text: str) -> dict[str, Any]:
     return {name: as_fields(value) for name, value in json.loads(text).items()}
 
 
-def _is_linen(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, linen.Module)
+def _is_module(value: Any) -> bool:
+    if not isinstance(value, type):
+        return False
+    from flax import nnx  # a tenth of a second, which not all need
+
+    return issubclass(value, linen.Module | nnx.Module)

@@ -32,6 +32,9 @@ class OptimConfig:
         best_by: measure of an evaluation by which it is the best so far, or a stall.
             AUC ignores how far off the predictions are: while it still grows, the log
             loss may be long past its best.
+        loss: "module:function" of a loss of your own, see
+            `loka_jax.train.own_functions`; None for the log loss. With one, its log
+            loss does not tell that a run diverges.
         task_weights: weights of the tasks' losses in their sum, in the order of
             `--data.labels`; 1 for each if empty.
         best_task: the task whose measure that is; None for the mean over all tasks.
@@ -52,6 +55,7 @@ class OptimConfig:
     warmup_steps: int = 0
     decay: Literal["constant", "cosine", "linear"] = "constant"
     best_by: Literal["ne", "logloss", "auc"] = "ne"
+    loss: str | None = None
     task_weights: tuple[float, ...] = ()
     best_task: str | None = None
     plateau_factor: float = 0.1

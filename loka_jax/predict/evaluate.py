@@ -29,6 +29,7 @@ from loka_jax.predict.files import as_texts, blocks_of, chosen_files
 from loka_jax.predict.predictor import Predictor
 from loka_jax.report.comparison import Scored, auc_half
 from loka_jax.train import metrics
+from loka_jax.train.own_functions import Metrics, measured, metrics_of
 from loka_jax.train.scores import Scores, by_value
 
 _Z = 1.959964  # of a 95 % interval
@@ -42,7 +43,7 @@ class Evaluated(NamedTuple):
         overall: the numbers of each task, by its label: `rows`, `clicks`, and `auc`,
             `logloss`, `ne` and `calibration`, each with `_half` its interval; None
             where there is nothing to judge by. With a column of lists that were
-            ranked, `gauc` and `ndcg`, too.
+            ranked, `gauc` and `ndcg`, too; those of `Config.metrics` under `metrics`.
         groups: the same of the values of the columns, those of most rows first.
     """
 
@@ -76,15 +77,16 @@ def evaluate_files(
     """
     if k < 1:
         raise ValueError(f"--k {k} must be at least 1.")
+    own = metrics_of(predictor.config.metrics)
     rows = judged_rows(predictor, path, where=where, by=by, within=within)
     groups = {}
     if by:
         ranked = pc.value_counts(rows.keys.combine_chunks())
         order = np.argsort(-np.asarray(ranked.field(1)), kind="stable")[:_GROUPS]
         for key in ranked.field(0).take(pa.array(order)):
-            own = np.asarray(pc.equal(rows.keys, key).combine_chunks())
-            groups[key.as_py()] = _by_task(rows.taken(own), k)
-    return Evaluated(_by_task(rows, k), groups)
+            mask = np.asarray(pc.equal(rows.keys, key).combine_chunks())
+            groups[key.as_py()] = _by_task(rows.taken(mask), k, own)
+    return Evaluated(_by_task(rows, k, own), groups)
 
 
 class Judged(NamedTuple):
@@ -185,11 +187,11 @@ def _texts(block: Block, name: str) -> pa.Array:
     return pc.fill_null(as_text(block, name), "none")
 
 
-def _by_task(rows: Judged, k: int) -> dict[str, dict[str, Any]]:
+def _by_task(rows: Judged, k: int, own: Metrics) -> dict[str, dict[str, Any]]:
     found = {}
     for task, name in enumerate(rows.tasks):
         scored, groups = rows.of_task(task)
-        found[name] = quality_of(*scored)
+        found[name] = quality_of(*scored) | measured(own, *scored)
         if groups is not None and len(groups):
             found[name] |= ranking_of(scored, groups, k)
     return found

@@ -40,6 +40,7 @@ from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.predict.trained import read_trained
 from loka_jax.terminal import one_line
 from loka_jax.train import metrics
+from loka_jax.train.calibration import Calibration
 from loka_jax.train.config import Config
 from loka_jax.train.folder.source_run import open_run
 from loka_jax.train.planning import saved_plan
@@ -58,9 +59,16 @@ class Predictor:
     """A trained run that scores rows."""
 
     def __init__(
-        self, config: Config, encoding: Encoding, step: int, state: TrainState, run_step
+        self,
+        config: Config,
+        encoding: Encoding,
+        step: int,
+        state: TrainState,
+        run_step: Any,
+        calibration: Calibration | None = None,
     ):
         """Takes the parts of a run; `load` reads them from its folder."""
+        self.calibration = calibration
         self.config, self.encoding, self.step = config, encoding, step
         self._state, self._run_step = state, run_step
         self._crosses = crosses_of(config.embedding.crosses, encoding.schema)
@@ -208,7 +216,10 @@ class Predictor:
         for found, numbers in _one_ahead(launched()):
             own = np.asarray(found)[: len(numbers)]
             logits[numbers] = own.reshape(len(numbers), -1)
-        return logits if len(schema.labels) > 1 else logits[:, 0]
+        return self._calibrated(logits if len(schema.labels) > 1 else logits[:, 0])
+
+    def _calibrated(self, logits: np.ndarray) -> np.ndarray:
+        return logits if self.calibration is None else self.calibration.of(logits)
 
     def _no_scores(self) -> np.ndarray:
         num_tasks = len(self.tasks)
@@ -227,7 +238,7 @@ class Predictor:
                 yield self._run_step(self._state, seen, batch)[1], count
 
         for logits, count in _one_ahead(launched()):
-            yield np.asarray(logits)[:count]
+            yield self._calibrated(np.asarray(logits)[:count])
 
 
 def load(
@@ -265,7 +276,8 @@ def load(
         model = nn.Planned(config.model.clone(implementation="xla"), ())
     model = past_first_steps(model, trained.state)
     run_step = compiled_eval_step(model, trained.placement)
-    return Predictor(config, encoding, saved.step, trained.state, run_step)
+    own = saved.step, trained.state, run_step, source.calibration()
+    return Predictor(config, encoding, *own)
 
 
 def _shapes(layout: Layout, batch_size: int) -> list[Shape]:
@@ -318,15 +330,13 @@ def _batches(
 
 
 def _probabilities(logits: np.ndarray) -> np.ndarray:
-    """Returns `1 / (1 + exp(-logit))` as float32, computed in float64."""
+    """Returns the probabilities of logits that are numbers."""
     if lost := np.count_nonzero(np.isnan(logits)):
         raise ValueError(
             f"{lost:,} of {logits.size:,} scores are no numbers: the run's weights are "
             "not all finite, or too large. Train it again with a lower --optim.lr."
         )
-    x = logits.astype(np.float64)
-    small = np.exp(-np.abs(x))  # never overflows
-    return (np.where(x >= 0, 1.0, small) / (1.0 + small)).astype(np.float32)
+    return metrics.probabilities(logits)
 
 
 def _table(rows: Any) -> pa.Table:

@@ -14,6 +14,7 @@ class RunFiles(NamedTuple):
         sites: a row per site, with a description of each role.
         scales: a line of delayed scales per logged step.
         evaluation: the final evaluation by predictions, and by values of columns.
+        importance: a row per column, of a later evaluation that measured it.
     """
 
     summary: dict[str, Any]
@@ -23,6 +24,7 @@ class RunFiles(NamedTuple):
     sites: list[dict[str, Any]]
     scales: list[dict[str, Any]]
     evaluation: dict[str, Any]
+    importance: list[dict[str, Any]]
     notes: list[str]
 
 

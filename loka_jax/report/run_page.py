@@ -13,7 +13,7 @@ from loka_jax.jsonfile import as_dict
 from loka_jax.recipe import OPERANDS, ROLES
 from loka_jax.report import charts
 from loka_jax.report.charts import Figure, Series
-from loka_jax.report.render import dicts, flat, items, real, texts, write_page
+from loka_jax.report.render import dicts, flat, items, number, real, texts, write_page
 from loka_jax.report.run_files import RunFiles, final_of, points, speed_of, thin
 
 _FP8_WORDS = ("fp8", "e4m3", "e5m2")
@@ -46,6 +46,10 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         notes=run.notes + [x for k in _NOTES for x in texts(summary.get(k))],
         final=final,
         tasks={k: as_dict(task) for k, task in as_dict(final.get("tasks")).items()},
+        own_metrics=_own_metrics(final),
+        importance=run.importance[:_MAX_COLUMNS],
+        before=as_dict(final.get("uncalibrated")),
+        calibrations=_calibrations(as_dict(final.get("uncalibrated"))),
         final_split=final_split,
         where=where,
         best=best,
@@ -165,6 +169,22 @@ def _calibration(bins: list[dict[str, Any]], caption: str) -> list[Figure]:
     rows = [tuple(real(part.get(name)) for name in names) for part in bins]
     title, x, y = "Calibration by prediction", "mean prediction", "mean label"
     return charts.scatter(title, [Series(caption, rows, "accent")], x, y)
+
+
+def _own_metrics(final: dict[str, Any]) -> dict[str, Any]:
+    """Returns the numbers of a user's own metrics, by name and task."""
+    own = as_dict(final.get("metrics"))
+    for task, part in as_dict(final.get("tasks")).items():
+        numbers = as_dict(as_dict(part).get("metrics"))
+        own |= {f"{name}, {task}": x for name, x in numbers.items()}
+    return own
+
+
+def _calibrations(before: dict[str, Any]) -> list[str]:
+    """Returns the calibration of each task, by its name if there are several."""
+    tasks = {f"{k} ": as_dict(x) for k, x in as_dict(before.get("tasks")).items()}
+    parts = (tasks or {"": before}).items()
+    return [f"{name}{number(part.get('calibration'), '.4f')}" for name, part in parts]
 
 
 def _most_frequent_split(evals: list[dict]) -> tuple[str, list[dict]]:

@@ -34,6 +34,7 @@ from loka_jax.survey.sensitivity import (
     sensitivity,
 )
 from loka_jax.survey.summary import summarize, warnings_of
+from loka_jax.train import tasks
 from loka_jax.train.build import Run
 from loka_jax.train.folder.record import versions
 from loka_jax.train.state import TrainState
@@ -253,8 +254,9 @@ def _capture(
     run: Run, state: TrainState, config: SurveyConfig
 ) -> list[dict[str, Sample]]:
     """Returns the operands of all sites in some validation batches, by path."""
-    observer, weights = Capture(max_rows=config.rows), run.config.optim.task_weights
-    step = jax.jit(make_observe_step(run.planned, run.placement, observer, weights))
+    made = run.planned, run.placement, Capture(max_rows=config.rows)
+    objective = tasks.objective_of(run.config.optim)
+    step = jax.jit(make_observe_step(*made, objective))
     batches = held_out(run, config.captured_batches)
     state = dataclasses.replace(state, probe={})
     return [nn.by_path(step(state, batch)) for batch in batches]

@@ -25,12 +25,13 @@ from loka_jax.dispatch.plan import DispatchPlan, as_json
 from loka_jax.dispatch.review import Reviewer
 from loka_jax.measure.compiling import untuned_here
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
-from loka_jax.train import metrics
+from loka_jax.train import metrics, tasks
 from loka_jax.train.checkpoints.orbax_files import meet
 from loka_jax.train.config import Config
 from loka_jax.train.mesh.devices import BATCH, mesh_of, scaled_sums
 from loka_jax.train.mesh.placement import MeshPlacement, placement_of
 from loka_jax.train.model import model_of
+from loka_jax.train.own_functions import check_functions
 from loka_jax.train.placement import Placement
 from loka_jax.train.planning import choose_plan, resumed_plan
 from loka_jax.train.processes.group import Processes, hosts
@@ -203,7 +204,7 @@ class Run:
                 *(model, self.placement, self.optimizer, self.row_update),
                 microbatches=self.config.loop.microbatches,
                 dropout_seed=self.config.seed,
-                task_weights=self.config.optim.task_weights,
+                objective=tasks.objective_of(self.config.optim),
             )
             # The steps until all delayed scales are initialized are one or a few.
             is_first = self.planned.is_delayed and not scales_initialized
@@ -260,6 +261,8 @@ def build(
     _check_log(config, mesh)
     devices = 1 if mesh is None else mesh.size
     model = model_of(config, splits.train.schema, devices)
+    own = config.optim.loss, config.metrics
+    check_functions(*own, tasks=len(splits.train.schema.labels))
     placement = placement_of(
         *(mesh, config.mesh, model.tables, config.embedding.implementation),
         steps_per_call=loop.steps_per_call,

@@ -65,6 +65,11 @@ class Config:
         dispatch: rules and limits of that choice.
         mesh: several devices.
         collectives: what is summed over them, and how it travels.
+        metrics: further measures of evaluations, as NAME=module:function of functions
+            of your own, see `loka_jax.train.own_functions`.
+        calibrate: fits a line to the logits of the validation rows when training has
+            ended, through which all later logits go: in prediction, exports and
+            servers, too.
         init_from: the folder of a run to go on from, with the data of a later day: with
             its weights, its optimizer states, its plan and its vocabulary.
         run: options of this execution only.
@@ -82,6 +87,8 @@ class Config:
     dispatch: DispatchOptions = DispatchOptions()
     mesh: MeshConfig = MeshConfig()
     collectives: CollectivesConfig = CollectivesConfig()
+    metrics: tuple[str, ...] = ()
+    calibrate: bool = False
     init_from: pathlib.Path | None = None
     run: Annotated[RunOptions, tyro.conf.OmitArgPrefixes] = RunOptions()
 
@@ -211,8 +218,8 @@ def _check_kind(model: Any):
     if not isinstance(model, linen.Module) or isinstance(model, Converted):
         raise ValueError(
             f"the model is a {kind}, and must be a Flax Linen module, such as a "
-            "RankingModel of loka_jax.models; what nn.convert returns, and NNX models, "
-            "are for training loops of your own."
+            "RankingModel of loka_jax.models, or own_model(...) of them for any other "
+            "of Linen or NNX; what nn.convert returns is for loops of your own."
         )
     if not isinstance(getattr(model, "recipe", None), str):
         raise ValueError(

@@ -3,20 +3,23 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from loka_jax.data import Dataset, Position
+from loka_jax.data import Dataset, Position, Schema
 from loka_jax.data.batch import ids_of_labels
 from loka_jax.train import metrics, tasks
 from loka_jax.train.build import Run
+from loka_jax.train.calibration import Calibration, fitted
+from loka_jax.train.own_functions import metrics_of
 from loka_jax.train.processes import watchdog
 from loka_jax.train.scores import Scores
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import past_first_steps
 
 SAMPLE = 1 << 18  # examples of a final evaluation that are kept, up to a batch more
-_LOGGED = ("auc", "logloss", "ne", "calibration")
+_LOGGED = ("auc", "logloss", "ne", "calibration", "metrics")
 
 
 class Evaluated(NamedTuple):
@@ -65,7 +68,8 @@ def evaluate(run: Run, state: TrainState, dataset: Dataset) -> Evaluated:
         watchdog.alive()
     batches = run.fetched(scored)
     logits, labels, weights = map(np.concatenate, zip(*batches, strict=True))
-    values = tasks.evaluated(dataset.schema.labels, seen, logits, labels, weights)
+    own = metrics_of(run.config.metrics)
+    values = tasks.evaluated(dataset.schema.labels, seen, logits, labels, weights, own)
     counts = tuple(len(own) for *_, own in batches)
     return Evaluated(logits, labels, weights, values, counts)
 
@@ -80,22 +84,51 @@ def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:
 
 
 def evaluate_finally(
-    run: Run, state: TrainState, dataset: Dataset
+    run: Run,
+    state: TrainState,
+    dataset: Dataset,
+    calibration: Calibration | None = None,
 ) -> tuple[dict[str, Any], dict[str, Scores]]:
     """Returns the `quality`, and by label the scores of every so many batches.
 
-    There are no scores if a logit is not finite.
+    With a calibration, that before it is under `uncalibrated`. There are no scores if a
+    logit is not finite.
     """
     evaluated = evaluate(run, state, dataset)
+    before = {}
+    if calibration is not None:
+        before = {"uncalibrated": logged(evaluated)}
+        evaluated = _calibrated(run, evaluated, calibration, dataset.schema)
     by_task = evaluated.values.get("tasks", {"": evaluated.values}).values()
     if any(part["non_finite"] for part in by_task):
-        return logged(evaluated), {}
-    return logged(evaluated), _sample(evaluated, dataset, run.config.loop.batch_size)
+        return logged(evaluated) | before, {}
+    size = run.config.loop.batch_size
+    return logged(evaluated) | before, _sample(evaluated, dataset, size)
+
+
+def calibration_of(run: Run, state: TrainState) -> Calibration:
+    """Returns the calibration of a state by the validation rows."""
+    found = evaluate(run, state, run.splits.valid)
+    return fitted(found.logits, found.labels, found.weights)
+
+
+def _calibrated(
+    run: Run, evaluated: Evaluated, calibration: Calibration, schema: Schema
+) -> Evaluated:
+    """Returns the rows with calibrated logits, and the metrics of these."""
+    logits, rows = calibration.of(evaluated.logits), evaluated[1:3]
+    labels, weights = tasks.known(*map(jnp.asarray, rows))
+    seen = metrics.init(weighted=schema.weighted, tasks=len(schema.labels))
+    seen = metrics.update(seen, jnp.asarray(logits), labels, weights)
+    own = metrics_of(run.config.metrics)
+    values = tasks.evaluated(schema.labels, seen, logits, *rows, own)
+    return evaluated._replace(logits=logits, values=values)
 
 
 def logged(evaluated: Evaluated) -> dict[str, Any]:
     """Returns the `quality` of what was evaluated."""
-    return tasks.select(evaluated.values, dict(zip(_LOGGED, _LOGGED, strict=True)))
+    names = {name: name for name in _LOGGED if name in evaluated.values}
+    return tasks.select(evaluated.values, names)
 
 
 def _sample(evaluated: Evaluated, dataset: Dataset, size: int) -> dict[str, Scores]:

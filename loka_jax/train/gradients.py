@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float, PyTree
 
 from loka_jax import scaling
@@ -39,7 +38,7 @@ def variables_of(state: TrainState) -> dict[str, Any]:
 
 
 def gradients_of(
-    model, task_weights, state: TrainState, batch, rows, key, total_weight=None
+    model, objective, state: TrainState, batch, rows, key, total_weight=None
 ):
     """Returns the loss, the logits, the new batch statistics, and the gradients.
 
@@ -51,7 +50,7 @@ def gradients_of(
         changed = {"params": params, OVERWRITE_WITH_GRADIENT: fp8}
         variables = variables_of(state) | changed
         return _loss_of(
-            model, task_weights, state, variables, batch, rows, key, total_weight
+            model, objective, state, variables, batch, rows, key, total_weight
         )
 
     grad = jax.value_and_grad(loss_of, argnums=(0, 1, 2), has_aux=True)
@@ -60,7 +59,7 @@ def gradients_of(
 
 
 def seen_by(
-    observer, model, task_weights, state: TrainState, batch, rows, total_weight=None
+    observer, model, objective, state: TrainState, batch, rows, total_weight=None
 ):
     """Returns what an observer tells of each site in a step that does not train.
 
@@ -71,7 +70,7 @@ def seen_by(
     def loss_of(stats):
         variables = variables_of(state) | {PROBE: stats}
         return _loss_of(
-            model, task_weights, state, variables, batch, rows, key, total_weight
+            model, objective, state, variables, batch, rows, key, total_weight
         )[0]
 
     with probing(observer):
@@ -79,7 +78,7 @@ def seen_by(
 
 
 def _loss_of(
-    model, task_weights, state: TrainState, variables, batch, rows, key, total_weight
+    model, objective, state: TrainState, variables, batch, rows, key, total_weight
 ):
     labels, weights = tasks.labels_and_weights(batch)
     if total_weight is None:
@@ -91,10 +90,10 @@ def _loss_of(
         rngs={"dropout": key},
         mutable=["batch_stats"],
     )
-    losses = optax.sigmoid_binary_cross_entropy(logits, labels)
+    losses = objective.loss(logits, labels, weights)
     losses = jnp.where(weights > 0, losses * weights, 0.0)
     means = jnp.sum(losses, axis=0) / _divisor(state, total_weight)
-    loss = tasks.total_loss(means, task_weights)
+    loss = tasks.total_loss(means, objective.task_weights)
     return loss, (logits, updated.get("batch_stats", {}))
 
 

@@ -264,6 +264,13 @@ def auc(
     return float((w * ((below + not_above) / 2)).sum() / pairs)
 
 
+def probabilities(logits: Float[np.ndarray, "*N"]) -> Float[np.ndarray, "*N"]:
+    """Returns `1 / (1 + exp(-logit))` as float32, computed in float64."""
+    x = logits.astype(np.float64)
+    small = np.exp(-np.abs(x))  # never overflows
+    return (np.where(x >= 0, 1.0, small) / (1.0 + small)).astype(np.float32)
+
+
 def _entropy(rate: float) -> float:
     """Returns the entropy of a click rate in nats, 0 for a single class."""
     if rate in (0.0, 1.0):

@@ -39,8 +39,8 @@ def observe_step(run: Run, observer: Observer) -> Callable[[TrainState, Batch], 
 
     Gradients are those of the batch's mean loss.
     """
-    parts, weights = parts_of(run), run.config.optim.task_weights
-    observe = make_observe_step(run.planned, run.placement, observer, weights)
+    parts, objective = parts_of(run), tasks.objective_of(run.config.optim)
+    observe = make_observe_step(run.planned, run.placement, observer, objective)
 
     def observed(state: TrainState, batch: Batch) -> Any:
         total_weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)

@@ -32,7 +32,15 @@ from loka_jax.train.first_order import (
     is_clearly_better,
     starts_at_regression,
 )
-from loka_jax.train.folder.record import BEST, PLAN, SITES, SUMMARY, RunRecord, read_run
+from loka_jax.train.folder.record import (
+    BEST,
+    PLAN,
+    REPORT,
+    SITES,
+    SUMMARY,
+    RunRecord,
+    read_run,
+)
 from loka_jax.train.folder.source_run import SourceRun, keep_encoding, open_run
 from loka_jax.train.folder.workdir import choose_workdir, workdir_of
 from loka_jax.train.logs import log_lines
@@ -60,6 +68,7 @@ _MAY_CHANGE = (
     "loop.keep_checkpoints",
     "loop.max_skipped_steps",
     "loop.on_divergence",
+    *("calibrate", "metrics"),
     *("mesh", "collectives", "optim.rows_c"),  # c follows the groups of the mesh
     # Where the data lie; what they hold is compared with the checkpoint's.
     *("data.path", "data.train", "data.valid", "data.test", "data.cache"),
@@ -143,7 +152,7 @@ def train(
         command = as_commands(
             shlex.join(["python", f"experiments/{script}", *arguments])
         )
-        page = workdir / "report.html"
+        page = workdir / REPORT
         record.write(SUMMARY, summary | {"command": command})
         if processes.is_first:
             with display.doing("writing the report"):

@@ -9,7 +9,7 @@ from typing import Any
 from loka_jax.data import DataConfig, open_data
 from loka_jax.data.infer import infer_columns
 from loka_jax.data.open import shards_of
-from loka_jax.models import Dcnv2, Dhen, Dlrm, Mmoe, Wukong, own_model
+from loka_jax.models import Dcnv2, Dhen, Dlrm, Mmoe, OwnModel, Wukong, own_model
 from loka_jax.optim import OptimConfig
 from loka_jax.train.config import (
     Config,
@@ -50,8 +50,8 @@ def table_config(model: Any = "dlrm") -> Config:
     """Returns the configuration of a table of one's own, without what follows from it.
 
     Args:
-        model: `dlrm`, `dcnv2`, `wukong`, `dhen` or `mmoe`; or a Flax Linen module of a
-            user's own, or its "module:Name".
+        model: `dlrm`, `dcnv2`, `wukong`, `dhen` or `mmoe`; or one of a user's own, see
+            `own_model`.
 
     Raises:
         ValueError: one sentence for what is none of these.
@@ -138,7 +138,7 @@ def settings_for(config: Config, say: Callable[[str], None]) -> Config:
         crosses = choose_crosses(splits, say)
         embedding = dataclasses.replace(embedding, crosses=crosses)
     model = config.model
-    if isinstance(model, Mmoe):
+    if isinstance(model, Mmoe | OwnModel):
         model = model.clone(num_tasks=len(schema.labels))
     rows = {"rows": "rowwise_adagrad", "rows_lr": 0.01, "rows_l2": 0.0}
     if not is_huge:

@@ -15,7 +15,7 @@ devices skip the same steps, and sends row gradients back (`mesh.placement`).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -54,7 +54,7 @@ def make_train_step(
     *,
     microbatches: int = 1,
     dropout_seed: int = 0,
-    task_weights: tuple[float, ...] = (),
+    objective: tasks.Objective = tasks.LOG_LOSS,
 ) -> Callable[..., tuple[TrainState, Any]]:
     """Returns the training step of a device, for `Placement.train_program`.
 
@@ -68,10 +68,10 @@ def make_train_step(
             batch norm, the result equals that of the whole batch up to rounding; FP8
             state is merged by the maximum.
         dropout_seed: seed of the dropout masks, which also depend on the step.
-        task_weights: weights of the losses of several tasks; 1 for each if empty.
+        objective: what is minimized.
     """
     projected = project(model, placement.tables)
-    gradients = functools.partial(gradients_of, projected, task_weights)
+    gradients = functools.partial(gradients_of, projected, objective)
     if microbatches > 1:
         gradients = functools.partial(accumulate, gradients, microbatches)
 
@@ -149,7 +149,7 @@ def make_observe_step(
     model: Model,
     placement: Placement,
     observer: Observer,
-    task_weights: Sequence[float],
+    objective: tasks.Objective,
 ) -> Callable[..., Any]:
     """Returns a step that returns what an observer tells of every site, not training.
 
@@ -166,9 +166,7 @@ def make_observe_step(
             inputs = inputs_of(batch, rows)
             start = _at_step(state.step, projected, observer, inputs)
             state = dataclasses.replace(state, probe=start)
-        return seen_by(
-            observer, projected, task_weights, state, batch, rows, total_weight
-        )
+        return seen_by(observer, projected, objective, state, batch, rows, total_weight)
 
     return placement.everywhere(step)
 

@@ -1,5 +1,6 @@
 """What a run leaves at its end: the summary, and the last lines printed."""
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -10,7 +11,8 @@ from loka_jax.dispatch.plan import plan_rows
 from loka_jax.optim import OptimConfig
 from loka_jax.report.run_page import gap_closed
 from loka_jax.train.baselines import baseline_ne, fit_regressions
-from loka_jax.train.evaluation import evaluate_finally
+from loka_jax.train.calibration import CALIBRATION
+from loka_jax.train.evaluation import calibration_of, evaluate_finally
 from loka_jax.train.folder.record import RunRecord, versions
 from loka_jax.train.logs.printing import plain, quality_lines
 from loka_jax.train.loop import Loop
@@ -35,7 +37,12 @@ def summarize(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any
         best = loop.best_state()
         final_step = best.progress.step
         final_state = _which(run.config.optim, progress, final_step)
-        final, samples = evaluate_finally(best.run, best.state, held_out)
+        calibration = None
+        if run.config.calibrate:
+            calibration = calibration_of(best.run, best.state)
+            record.write(CALIBRATION, dataclasses.asdict(calibration))
+        judged = best.run, best.state, held_out, calibration
+        final, samples = evaluate_finally(*judged)
         record.track_final(final, progress.step)
         if samples:
             columns = held_out.schema.categorical
@@ -103,6 +110,9 @@ def print_end(
     state = f"  ({summary['final_state']})"
     for line in quality_lines(summary["final_split"], final, state):
         console.print(plain(line))
+    if before := final.get("uncalibrated"):
+        for line in quality_lines("before its calibration by validation rows", before):
+            console.print(plain(line))
     for line in beside(final["ne"], summary["baseline_ne"]):
         console.print(plain(line))
     best = summary["best_possible_ne"]

@@ -7,7 +7,7 @@ B is the batch size, T the number of tasks. With a single task nothing has a dim
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +17,7 @@ from loka_jax.data import Batch
 from loka_jax.optim import OptimConfig
 from loka_jax.options import require
 from loka_jax.train import metrics
+from loka_jax.train.own_functions import Loss, Metrics, log_loss, loss_of, measured
 
 _MEANS = ("auc", "logloss", "ne")
 
@@ -55,11 +56,37 @@ def labels_and_weights(batch: Batch) -> tuple[Array, Array]:
 
     Where a label is missing, both are 0.
     """
-    labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
+    return known(jnp.asarray(batch.labels), jnp.asarray(batch.weights))
+
+
+def known(
+    labels: Float[Array, "B"] | Float[Array, "B T"], weights: Float[Array, "B"]
+) -> tuple[Array, Array]:
+    """Returns labels and the weights of each, likewise."""
     if labels.ndim == 1:
         return labels, weights
     is_known = ~jnp.isnan(labels)
     return jnp.where(is_known, labels, 0.0), jnp.where(is_known, weights[:, None], 0.0)
+
+
+class Objective(NamedTuple):
+    """What training minimizes.
+
+    Attributes:
+        task_weights: of the losses of several tasks; 1 for each if empty.
+        loss: of each example and task.
+    """
+
+    task_weights: tuple[float, ...] = ()
+    loss: Loss = log_loss
+
+
+LOG_LOSS = Objective()
+
+
+def objective_of(optim: OptimConfig) -> Objective:
+    """Returns what a run minimizes."""
+    return Objective(optim.task_weights, loss_of(optim.loss))
 
 
 def total_loss(
@@ -79,8 +106,9 @@ def evaluated(
     logits: np.ndarray,
     labels: np.ndarray,
     weights: Float[np.ndarray, "N"],
+    own: Metrics,
 ) -> dict[str, Any]:
-    """Returns the numbers of an evaluation, see `by_task`.
+    """Returns the numbers of an evaluation, see `by_task`; those of own metrics, too.
 
     Logits and labels are [N], or [N, T] of several tasks; a missing label is NaN.
     """
@@ -90,8 +118,9 @@ def evaluated(
     ):
         x, y = (values.reshape(len(values), -1)[:, task] for values in (logits, labels))
         is_known = ~np.isnan(y)
-        auc = metrics.auc(x[is_known], y[is_known], weights[is_known])
-        numbers[name] = {"auc": auc} | metrics.compute(part)
+        x, y, w = x[is_known], y[is_known], weights[is_known]
+        numbers[name] = {"auc": metrics.auc(x, y, w)} | metrics.compute(part)
+        numbers[name] |= measured(own, x, y, w)
     return by_task(numbers)
 
 

@@ -42,7 +42,7 @@ TABLES = TableSpec(rows=(7, 6), dim=4, pooling=("mean",))  # the second of lists
 ROWS, PADDING_ROWS = TABLES.total_rows, (6, 12)
 OPTIMIZER = optax.chain(clip_by_global_norm(0.05), optax.adam(0.01))
 ROW_UPDATE = RowUpdate(Adam(eps=1e-3), optax.exponential_decay(0.1, 1, 0.5), 0.0)
-OPTIONS = dict(dropout_seed=7, task_weights=(1.0, 3.0))
+OPTIONS = dict(dropout_seed=7, objective=tasks.Objective((1.0, 3.0)))
 
 
 class Model(linen.Module):

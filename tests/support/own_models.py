@@ -1,7 +1,7 @@
 """Models of a user's own, in a file that can be imported."""
 
 import jax.numpy as jnp
-from flax import linen
+from flax import linen, nnx
 
 
 class Plain(linen.Module):
@@ -37,3 +37,30 @@ class Wrong(linen.Module):
 
 class NoModel:
     """Is none."""
+
+
+class Nnx(nnx.Module):
+    """One of NNX, with a list, running moments and dropout."""
+
+    def __init__(self, num_dense, num_fields, dim, num_tasks, *, width=32, rngs):
+        sizes = num_dense + num_fields * dim, width
+        self.layers = nnx.List([nnx.Linear(*sizes, rngs=rngs)])
+        self.norm = nnx.BatchNorm(width, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(width, num_tasks, rngs=rngs)
+
+    def __call__(self, dense, embeddings):
+        x = jnp.concatenate([dense, embeddings.reshape(len(dense), -1)], axis=1)
+        for layer in self.layers:
+            x = nnx.relu(layer(x))
+        return self.head(self.dropout(self.norm(x)))
+
+
+class Remembering(nnx.Module):
+    """Has state that a run does not save."""
+
+    def __init__(self):
+        self.seen = nnx.Cache(jnp.zeros(()))
+
+    def __call__(self, dense, embeddings):
+        return dense.sum(axis=1)

@@ -9,6 +9,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 # Lowest first. Providers (xla, pallas, triton) have no knowledge of each other.
 LAYERS = """
 terminal options compat
+named
 fp8 quality jsonfile cache_folder saved_format checked mapped
 unbiased
 commands
@@ -27,7 +28,8 @@ export
 fitting
 """
 TRAIN = """
-processes tables metrics baselines
+processes tables metrics baselines calibration
+own_functions
 checkpoints state tasks scores
 gradients
 placement

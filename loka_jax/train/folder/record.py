@@ -9,6 +9,8 @@
     evaluation.json the final evaluation by predictions, and by values of columns
     scores.npy      logits, labels and weights of the examples behind it, by label if
                     there are several
+    importance.json that of columns, where a later evaluation measured it
+    calibration.json the line through which logits go, with `Config.calibrate`
     summary.json    the run in numbers, written last
     encoding/       what turns rows into the model's inputs, vocabularies among it
     checkpoints/    a folder for each saved step, named by its number
@@ -39,6 +41,7 @@ from loka_jax.jsonfile import as_dict
 from loka_jax.options import option_of
 from loka_jax.report.run_files import RunFiles
 from loka_jax.saved_format import CHECKPOINTS, steps_in, without_key
+from loka_jax.train.calibration import CALIBRATION
 from loka_jax.train.folder import workdir as workdirs
 from loka_jax.train.logs.trackers import Trackers
 from loka_jax.train.scores import SCORES, Scores, breakdown, with_names, write_scores
@@ -47,8 +50,8 @@ METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
 CONFIG, SITES, SUMMARY = "config.json", "sites.json", "summary.json"
 PLAN = "plan.json"
 BEST = "best"
-EVALUATION = "evaluation.json"
-ENCODING = "encoding"
+EVALUATION, IMPORTANCE = "evaluation.json", "importance.json"
+ENCODING, REPORT = "encoding", "report.html"
 _PACKAGES = "jax jaxlib flax optax orbax-checkpoint numpy pyarrow jax-triton".split()
 
 
@@ -106,7 +109,13 @@ class RunRecord(contextlib.AbstractContextManager):
         """Writes config.json, and drops what a run after `step` or its end left."""
         self._made = []
         self.write(CONFIG, {saved_format.KEY: saved_format.RUN, **self._config})
-        ends = (SUMMARY, EVALUATION, SCORES)  # this run has not ended
+        ends = (
+            SUMMARY,
+            EVALUATION,
+            SCORES,
+            CALIBRATION,
+            IMPORTANCE,
+        )  # this run has not ended
         for name in ends if self.writes else ():
             (self.workdir / name).unlink(missing_ok=True)
         self.truncate(step)
@@ -218,6 +227,7 @@ def read_run(workdir: Path) -> RunFiles:
         sites=[as_dict(site) for site in read(SITES, list)],
         scales=read_lines(SCALES),
         evaluation=read(EVALUATION, dict),
+        importance=[as_dict(row) for row in read(IMPORTANCE, list)],
         notes=notes,
     )
     if not (run.summary or run.config or run.train or run.evals):

@@ -7,10 +7,12 @@ import pathlib
 import shutil
 from typing import NamedTuple
 
+from loka_jax import jsonfile
 from loka_jax.data import Splits
 from loka_jax.data.saved_encoding import open_encoding, save_encoding
 from loka_jax.data.shards import ShardFolder
 from loka_jax.saved_format import CHECKPOINTS, steps_in
+from loka_jax.train.calibration import CALIBRATION, Calibration
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.config import Config
@@ -47,6 +49,22 @@ class SourceRun(NamedTuple):
             ValueError: as `encoding`, but for a resumed run on generated clicks.
         """
         return self._encoding() if self.is_resumed else self.encoding()
+
+    def calibration(self) -> Calibration | None:
+        """Returns the calibration of its logits; None if it was to have none.
+
+        Raises:
+            ValueError: if it was to have one, and has not ended.
+        """
+        if not self.config.calibrate:
+            return None
+        path = self.workdir / CALIBRATION
+        if not path.exists():
+            raise ValueError(
+                f"{self.workdir} is to be calibrated at its end, which it has not "
+                "reached: go on with --resume."
+            )
+        return jsonfile.typed(jsonfile.read(path), Calibration)
 
     def _encoding(self) -> ShardFolder | None:
         digest = self.saved.meta.get("encoding")

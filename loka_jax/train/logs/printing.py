@@ -18,10 +18,11 @@ def show(value: float | None, digits: int = 4) -> str:
 
 def quality_text(values: Mapping[str, Any]) -> str:
     """Returns the numbers of an evaluation as a text."""
+    own = values.get("metrics") or {}
     return (
         f"AUC {show(values['auc'], 5)}  log loss {show(values['logloss'], 5)}  "
         f"NE {show(values['ne'], 5)}  calibration {show(values['calibration'])}"
-    )
+    ) + "".join(f"  {name} {show(value, 5)}" for name, value in own.items())
 
 
 def quality_lines(what: str, values: Mapping[str, Any], after: str = "") -> list[str]:

@@ -66,6 +66,8 @@ class Guard:
 
     def after_steps(self, run: Run, state: TrainState, step: int) -> "Guard":
         """Returns the guard after the training examples since the last log line."""
+        if run.config.optim.loss is not None:  # which need not lower the NE
+            return self
         window = metrics.capped_ne(state.metrics)
         return self.after(window, is_warm=step > run.config.optim.warmup_steps)
 

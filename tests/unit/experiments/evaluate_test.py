@@ -7,6 +7,8 @@ import pytest
 from experiments import evaluate, options
 from loka_jax import predict as predictions
 from loka_jax.predict.importance import Importance
+from loka_jax.report import run_page
+from loka_jax.train.folder import record
 from tests.support.commands import assert_refused
 from tests.support.report import HOSTILE, Page
 
@@ -23,13 +25,18 @@ def page_of(run, monkeypatch, tmp_path):
 
     def page_of(overall, groups, *line):
         found = predictions.Evaluated(overall, groups)
-        monkeypatch.setattr(predictions, "load", lambda _: SimpleNamespace(step=1234))
+        loaded = SimpleNamespace(step=1234, calibration=None)
+        monkeypatch.setattr(predictions, "load", lambda _: loaded)
         monkeypatch.setattr(predictions, "evaluate_files", lambda *_, **__: found)
         ranked = [Importance("user", 0.05, 0.001)]
         monkeypatch.setattr(predictions, "importance_of", lambda *_, **__: ranked)
+        monkeypatch.setattr(record, "read_run", lambda _: None)
+        monkeypatch.setattr(run_page, "write_run_page", lambda path, _: path)
         monkeypatch.setattr(options, "unwind_on_sigterm", lambda: None)
         page = tmp_path / "page.html"
-        rows = ["--workdir", "runs/mine", "--data.path", "day.csv"]
+        workdir = tmp_path / "mine"
+        workdir.mkdir()
+        rows = ["--workdir", workdir, "--data.path", "day.csv"]
         code, said, _ = run(evaluate, *rows, *line, "--page", page)
         assert code == 0 and said.endswith(f"Page: {page}\n")
         return Page(page)
@@ -42,7 +49,7 @@ def test_a_page_shows_all_rows_groups_and_importance(page_of):
     groups = {HOSTILE: {"click": NONE | RANKED}}
     page = page_of(overall, groups, "--by", "country", "--importance")
     assert "1,200 rows" in page.text and "weights of step 1,234" in page.text
-    assert "evaluate.py --workdir runs/mine" in page.text and "mine on" in page.text
+    assert "evaluate.py --workdir /" in page.text and "mine on" in page.text
     assert page.tiles["AUC"] == ("0.75123", "± 0.01000")
     assert page.tiles["NDCG@5"] == ("0.60000", "")
     _, every, row, _, important = page.rows("By country")

@@ -26,7 +26,9 @@ def passed_on(monkeypatch, run):
     def passed_on(command, *line):
         seen, unwound = {}, []
         sizes = {"weight_bytes": {"float32": 4000}, "num_bytes": 123456}
-        ended = dict(step=1234, differences={1: 0.0, 1024: 0.0125}, **sizes)
+        ended = dict(
+            step=1234, calibration=None, differences={1: 0.0, 1024: 0.0125}, **sizes
+        )
 
         def keep(*of, **given):
             seen.update(dict(zip(("workdir", "out"), of, strict=False)), **given)
@@ -162,7 +164,7 @@ def test_evaluate(run, monkeypatch, tmp_path):
         numbers |= {"ne_half": 0.1, "calibration": 1.0}
         return predictions.Evaluated({"click": numbers}, {"at": {"click": numbers}})
 
-    stand_in = SimpleNamespace(step=7)
+    stand_in = SimpleNamespace(step=7, calibration=None)
     monkeypatch.setattr(predictions, "load", lambda workdir: stand_in)
     monkeypatch.setattr(predictions, "evaluate_files", evaluate_files)
     monkeypatch.setattr(options, "unwind_on_sigterm", lambda: None)

@@ -43,7 +43,7 @@ def asked(batch_size=128, encoding=None, data=CLICKS, **options):
         for run in (seen.open_run.return_value, seen.read_trained.return_value):
             run.config = SimpleNamespace(data=data, loop=loop)
         seen.plan_of.side_effect = lambda plan, *_: plan
-        seen.write_model.side_effect = lambda _, __, forms, *___: [*forms]
+        seen.write_model.side_effect = lambda _, __, forms, *___, **____: [*forms]
         export_run("run", "model", **options)
     calls = seen.make_form.call_args_list
     seen.forms = [(*call.args[1:], call.kwargs["by_xla"]) for call in calls]
@@ -160,5 +160,5 @@ def test_a_damaged_folder_is_refused(exported, tmp_path):
     del value["digest"]
     value |= {"format": 1, "digest": loader.digest_of(value | {"format": 1})}
     (copy / "model.json").write_text(json.dumps(value))
-    with pytest.raises(ValueError, match="has format 1, and this loader reads 3: use"):
+    with pytest.raises(ValueError, match="has format 1, and this loader reads 4: use"):
         loader.load(copy)

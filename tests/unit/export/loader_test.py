@@ -10,13 +10,14 @@ from loka_jax.export import rows as raw
 from loka_jax.train.placement import INFERENCE_OPTIONS
 
 
-def model_of(sizes, tasks=("label",)):
+def model_of(sizes, tasks=("label",), calibration=None):
     """Returns a model whose logits are its dense column, and the batches that it ran.
 
     A second task has the logits with the other sign.
     """
     model, batches = object.__new__(loader.Model), []
     model.batch_sizes, model.tasks = sizes, tasks
+    model.description = {"calibration": calibration}
     model.encoding = object.__new__(raw.Encoding)
 
     def program(size):
@@ -65,6 +66,12 @@ def test_each_task_has_a_column_and_probabilities_are_those_of_float64():
     exact = 1 / (1 + np.exp(-np.array(logits[1:], np.float64)))
     found = model_of((8,))[0].probabilities(inputs_of(logits))
     assert found.tolist() == [0, *exact.astype(np.float32).tolist()]
+
+
+def test_logits_are_calibrated_task_by_task():
+    line = {"a": [2.0, 0.5], "b": [1.0, 0.0]}
+    logits = model_of((2,), ("click", "buy"), line)[0].logits(inputs_of([1, 2]))
+    assert logits.dtype == np.float32 and logits.tolist() == [[3, -0.5], [5, -1]]
 
 
 def test_each_request_has_the_scores_of_its_rows():

@@ -119,6 +119,7 @@ def test_the_saved_plan_runs_unless_it_is_off():
     seen.compiled_eval_step.assert_called_once_with(model, run.placement)
     step = seen.compiled_eval_step.return_value
     parts = (source.config, encoding, source.saved.step, run.state, step)
+    parts += (source.calibration.return_value,)
     seen.Predictor.assert_called_once_with(*parts)
 
     seen = loaded(plan="off")

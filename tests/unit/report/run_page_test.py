@@ -152,6 +152,23 @@ def test_days_and_labels_have_their_own_numbers(page_of):
     assert page.tiles["AUC, buy"] == ("0.60000", note)
 
 
+def test_own_metrics_importance_and_a_calibration_are_shown(page_of):
+    before = {"ne": 0.86, "calibration": 1.47}
+    final = SUMMARY["final_eval"] | {"uncalibrated": before, "metrics": {"brier": 0.25}}
+    page = page_of(RUN._replace(summary=SUMMARY | {"final_eval": final}))
+    shown = ("0.86000", "calibration 1.4700")
+    assert page.tiles["NE before its calibration"] == shown
+    assert page.tiles["brier, test"] == ("0.25000", "a metric of your own")
+    assert page.rows("Importance of columns")[1:] == [["C1", "+0.12500", "0.01000"]]
+    numbers = {"ne": 0.86, "calibration": None, "metrics": {"brier": 0.5}}
+    before = {"tasks": {"click": numbers | {"calibration": 1.5}}}
+    final = {"uncalibrated": before, "tasks": {"click": numbers}}
+    page = page_of(RUN._replace(summary=SUMMARY | {"final_eval": final}))
+    note = page.tiles["NE before its calibration"][1]
+    assert note == "calibration click 1.5000"
+    assert page.tiles["brier, click, test"][0] == "0.50000"
+
+
 def test_the_page_asks_nothing_from_anywhere(page):
     assert_self_contained(page)
     assert page.tags().count("figure") == 8

@@ -20,6 +20,7 @@ from loka_jax.train.config import EmbeddingConfig
 from loka_jax.train.mesh.devices import MeshConfig
 from loka_jax.train.placement import Placement
 from loka_jax.train.processes.group import Processes
+from loka_jax.train.tasks import LOG_LOSS
 from tests.support import train as support
 from tests.support import without_data
 from tests.support.train import digest
@@ -73,7 +74,7 @@ def make_train_step(monkeypatch):
 def test_a_step_is_made_with_the_options_of_the_run(make_train_step):
     run = run_of(microbatches=2)
     parts = run.placement, run.optimizer, run.row_update
-    fixed = dict(dropout_seed=5, task_weights=(), microbatches=2)
+    fixed = dict(dropout_seed=5, objective=LOG_LOSS, microbatches=2)
     for initialized, options in ((False, {"tuned": False}), (True, {})):
         taken = run.train_step(scales_initialized=initialized)
         assert taken._program._function == ("step", 1, options)

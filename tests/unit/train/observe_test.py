@@ -7,6 +7,7 @@ import pytest
 
 from loka_jax.data import Batch
 from loka_jax.train import observe
+from loka_jax.train.tasks import LOG_LOSS
 from tests.support import train as support
 
 
@@ -30,5 +31,5 @@ def test_a_look_sees_a_part_of_a_batch_and_the_weight_of_all(
     batch = Batch(ones[:, None], np.zeros((24, 1), np.int32), ones, 0.5 * ones)
     found = observe.observe_step(run, "observer")("state", batch)
     assert found == {"rows": 24 // parts, "of": 12.0, "state": "state"}
-    made.assert_called_once_with(run.planned, run.placement, "observer", ())
+    made.assert_called_once_with(run.planned, run.placement, "observer", LOG_LOSS)
     assert observe.parts_of(run) == parts

@@ -55,7 +55,7 @@ def sessions(monkeypatch):
     monkeypatch.setattr(loop_lib, "logged", lambda values: values)
     monkeypatch.setattr(loop_lib.confirm, "is_due", lambda *_: False)
 
-    def evaluate_finally(run, state, rows):
+    def evaluate_finally(run, state, rows, calibration=None):
         found.judged.append((int(state.step), rows))
         return values | {"ne": float(state.step)}, {}
 

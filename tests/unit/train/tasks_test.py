@@ -32,7 +32,8 @@ def test_the_loss_is_the_weighted_sum_of_each_task_s_mean():
     """By the step of plain SGD, as gradients are linear in the loss."""
     state = linear.make_state(Linear(2), linear.sgd(), Sgd(), weighted=True)
     rows, weights = RowUpdate(Sgd(), lambda step: 0.5, 0.0), (2.0, 0.25)
-    step = linear.step_of(Linear(2), linear.sgd(), rows, task_weights=weights)
+    objective = tasks.Objective(weights)
+    step = linear.step_of(Linear(2), linear.sgd(), rows, objective=objective)
     batch = incomplete(np.s_[:20, 1])
     after = step(state, batch)
     _, gradients, of_rows = expected(state, batch, weights)
@@ -54,13 +55,15 @@ def test_numbers_of_an_evaluation_leave_out_missing_labels():
     labels, weights = tasks.labels_and_weights(batch)
     seen = metrics.init(weighted=True, tasks=2)
     seen = jax.jit(metrics.update)(seen, logits, labels, weights)
-    found = tasks.evaluated(("a", "b"), seen, logits, batch.labels, batch.weights)
+    own = {"mean": lambda scores, labels, weights: labels.mean()}
+    found = tasks.evaluated(("a", "b"), seen, logits, batch.labels, batch.weights, own)
     for task, name in enumerate("ab"):
         known = ~np.isnan(batch.labels[:, task])
         x, y, w = logits[known, task], batch.labels[known, task], batch.weights[known]
         part = found["tasks"][name]
         want = roc_auc_score(y, x, sample_weight=w)
         assert part["auc"] == pytest.approx(want, abs=1e-12)
+        assert part["metrics"] == {"mean": pytest.approx(y[w > 0].mean())}
         loss = np.logaddexp(0, np.where(y == 1, -x, x))
         assert part["logloss"] == pytest.approx(np.average(loss, weights=w), rel=1e-6)
 

@@ -76,7 +76,8 @@ def test_observed_gradients_are_as_large_as_the_step_has():
     state = linear.make_state(MODEL, linear.sgd(), Sgd())
 
     def gradients(task_weights, batch, total_weight=None):
-        observe = make_observe_step(MODEL, Placement(TABLES), Capture(), task_weights)
+        own = tasks.Objective(task_weights)
+        observe = make_observe_step(MODEL, Placement(TABLES), Capture(), own)
         seen = nn.by_path(jax.jit(observe)(state, batch, total_weight))
         return {path: sample.operands.g for path, sample in seen.items()}
 

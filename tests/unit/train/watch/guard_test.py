@@ -114,7 +114,7 @@ def state_of(window=FINE, skipped_in_a_row=0, **parts):
 
 WARMUP, LOG_EVERY = 5, 3
 LOOP = SimpleNamespace(log_every=LOG_EVERY)
-OPTIM = SimpleNamespace(warmup_steps=WARMUP)
+OPTIM = SimpleNamespace(warmup_steps=WARMUP, loss=None)
 RUN = SimpleNamespace(config=SimpleNamespace(optim=OPTIM, loop=LOOP))
 
 
@@ -133,6 +133,9 @@ def test_a_window_is_judged_once_the_warm_up_is_over():
     state = state_of(DOUBTFUL)
     assert guard.judged(guard_of(1), RUN, state, WARMUP) == guard_of(0)
     first = guard.judged(guard_of(), RUN, state, WARMUP + 1)
+    optim = SimpleNamespace(warmup_steps=WARMUP, loss="mine:loss")
+    own = SimpleNamespace(config=SimpleNamespace(optim=optim, loop=LOOP))
+    assert guard.judged(guard_of(), own, state, WARMUP + 1) == guard_of()
     assert first.bad_windows == 1
     with pytest.raises(Diverged, match="the NE of the training examples is 2, and"):
         guard.judged(first, RUN, state, WARMUP + 1)
