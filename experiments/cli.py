@@ -20,7 +20,13 @@ from experiments.configs import (
     names,
     with_model,
 )
-from experiments.options import asks_for_help, expanded, parse_options, take
+from experiments.options import (
+    asks_for_help,
+    expanded,
+    help_of,
+    parse_options,
+    take,
+)
 from loka_jax.commands import command, interruptible
 from loka_jax.terminal import printable
 from loka_jax.train.config import Config
@@ -80,6 +86,13 @@ def parse_with(
     return _parse(wide, rest, script, options)
 
 
+# What `--help` shows of a model on a table, in this order; `--help-all` shows all.
+_FIRST = """
+data.path data.train data.valid data.test data.label data.labels data.dense
+data.categorical data.multi data.time data.weight workdir resume init-from dry-run track
+seed recipe plan top-mlp dropout-rate embedding.dim embedding.crosses optim.lr
+optim.rows-lr optim.plateau-patience loop.batch-size loop.epochs
+""".split()
 _WIDE = {"fp8_dlrm": "fp8_dlrm_wide", "bf16_dlrm": "bf16_dlrm_wide"}
 
 
@@ -105,6 +118,13 @@ def _parse(
             *((name, _type(value)) for name, value in options.items()),
         ],
     )
+    if {"-h", "--help"} & {*arguments} and default.data.kind == "table" and not options:
+        print(
+            help_of(
+                combined(default), _FIRST, f"{command(script)} --config {default.name}"
+            )
+        )
+        raise SystemExit(0)
     parsed = parse_options(
         combined(default, **options), arguments, script, config=default.name
     )
@@ -138,7 +158,7 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
             print(f"  {name:20} {text}")
         print("\n  table --model NAME is table_NAME, for a table of your own.")
         print("  bf16_NAME is fp8_NAME in bfloat16, its baseline.")
-        print("\nWith --config NAME, --help lists all options and defaults.")
+        print("\nWith --config NAME, --help-all lists all options and defaults.")
         if asks_for_help(rest):
             raise SystemExit(0)
         print()

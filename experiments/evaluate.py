@@ -10,11 +10,12 @@ and exit code 2.
 
 import dataclasses
 import pathlib
+import shlex
 import sys
 
 from experiments.options import run_alone
 from experiments.predict import print_irregular
-from loka_jax.commands import leave_on_interrupt
+from loka_jax.commands import as_commands, leave_on_interrupt
 from loka_jax.terminal import printable
 
 
@@ -46,6 +47,7 @@ class Arguments:
         importance: tells by how much NE rises if the values of each column are in
             another order, on the first 20,000 rows; on the run's page, too.
         out: a file for the numbers as JSON; None for none.
+        page: a page (.html) of the numbers; None for none.
     """
 
     workdir: pathlib.Path
@@ -55,19 +57,26 @@ class Arguments:
     k: int = 10
     importance: bool = False
     out: pathlib.Path | None = None
+    page: pathlib.Path | None = None
 
 
 def main(line: list[str]) -> int:
     """Runs one command line; returns the exit code."""
-    return run_alone(Arguments, line, "evaluate.py", __doc__, _run)
+    command = as_commands(shlex.join(["python", "experiments/evaluate.py", *line]))
+    return run_alone(
+        Arguments, line, "evaluate.py", __doc__, lambda options: _run(options, command)
+    )
 
 
-def _run(arguments: Arguments) -> int:
+def _run(arguments: Arguments, command: str) -> int:
     from loka_jax import jsonfile
     from loka_jax.predict import evaluate_files, importance_of, load
+    from loka_jax.report.render import write_page
     from loka_jax.report.run_page import write_run_page
     from loka_jax.train.folder.record import IMPORTANCE, REPORT, read_run
 
+    if arguments.page is not None and arguments.page.suffix != ".html":
+        raise ValueError(f"--page {arguments.page} must end in .html: rename it.")
     predictor = load(arguments.workdir)
     how = "" if predictor.calibration is None else ", calibrated"
     print(f"Scoring with the weights of step {predictor.step:,}{how}.", flush=True)
@@ -99,6 +108,14 @@ def _run(arguments: Arguments) -> int:
     if arguments.out is not None:
         jsonfile.write(arguments.out, numbers)
         print(printable(f"Numbers: {arguments.out}"))
+    if arguments.page is not None:
+        judged = {"": found.overall, **found.groups}
+        view = {"judged": judged, "step": predictor.step, "by": arguments.by}
+        view |= {"importance": numbers.get("importance"), "command": command}
+        title = f"{arguments.workdir.resolve().name} on labelled rows"
+        view |= {"title": title, "settings": {}}
+        page = write_page(arguments.page, "evaluation.html", **view)
+        print(printable(f"Page: {page}"))
     return 0
 
 

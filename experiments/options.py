@@ -3,11 +3,14 @@
 tyro says itself what is wrong with a value, and ends with code 2. Needs no JAX.
 """
 
+import contextlib
 import dataclasses
 import difflib
+import io
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tyro
@@ -35,10 +38,11 @@ def parse_options[T](
         SystemExit: with code 0 after `--help`, with code 2 for a bad value.
     """
     prog = command(script) + (f" --config {config}" if config else "")
+    line = ["--help" if x == "--help-all" else x for x in expanded(arguments)]
     parsed, unknown = tyro.cli(
         type(default),
         default=default,
-        args=expanded(arguments),
+        args=line,
         prog=prog,
         return_unknown_args=True,
     )
@@ -94,7 +98,21 @@ def run_alone[T](
 
 def asks_for_help(arguments: list[str]) -> bool:
     """Returns whether a command line asks for help."""
-    return "--help" in arguments or "-h" in arguments
+    return bool({"-h", "--help", "--help-all"} & {*arguments})
+
+
+def help_of(default: Any, first: Sequence[str], prog: str) -> str:
+    """Returns the help of some options of a dataclass, in their order."""
+    os.environ["COLUMNS"] = "80"  # in which tyro lists options one after another
+    with contextlib.redirect_stdout(shown := io.StringIO()):
+        with contextlib.suppress(SystemExit):
+            tyro.cli(type(default), default=default, args=["--help"], prog=prog)
+    listed = r"^  (--([\w.-]+).*(?:\n   .*)*)"
+    found = re.findall(listed, shown.getvalue(), re.MULTILINE)
+    entries = {name: re.sub(r" *\n  ", "\n", entry).rstrip() for entry, name in found}
+    parts = [f"usage: {prog} [OPTIONS]\n", *(entries.get(x, "") for x in first)]
+    parts.append(f"\n--help-all shows all {len(option_names(default))} options.")
+    return "\n".join(filter(None, parts))
 
 
 def expanded(arguments: list[str]) -> list[str]:
@@ -147,9 +165,10 @@ def _unknown(argument: str, options: list[str], prog: str) -> str:
     wrong = argument.partition("=")[0].replace("_", "-")
     if near := " or ".join(near_options(wrong, options)):
         return (
-            f"there is no option {wrong}: did you mean {near}? Else see {prog} --help."
+            f"there is no option {wrong}: did you mean {near}? Else see "
+            f"{prog} --help-all."
         )
-    return f"there is no option {wrong}: {prog} --help lists all."
+    return f"there is no option {wrong}: {prog} --help-all lists all."
 
 
 def near_options(wrong: str, options: list[str]) -> list[str]:

@@ -33,7 +33,8 @@ from loka_jax.train.folder.workdir import choose_workdir
 from loka_jax.train.logs.printing import plain
 from loka_jax.train.session import standard_output, train
 
-_EVERY = 10  # default interval of observed steps
+_EVERY = 10  # steps from one observed step to the next, of a run that is long enough
+_OBSERVED = 25  # steps of a shorter one; the survey warns below 20
 
 
 def probe(config: Config, options: SurveyConfig, arguments: list[str]) -> int:
@@ -75,10 +76,18 @@ def observed(config: Config) -> Config:
     )
     probe = config.probe
     if not probe.every:
-        every = _saved_every(workdir) if is_begun else _EVERY
+        every = _saved_every(workdir) if is_begun else _every(config)
         probe = dataclasses.replace(probe, every=every)
     mesh = dataclasses.replace(config.mesh, replicas=1, shards=1)
     return dataclasses.replace(config, run=run, probe=probe, mesh=mesh)
+
+
+def _every(config: Config) -> int:
+    """Returns the interval of observed steps by the length of a run, where known."""
+    loop, steps = config.loop, config.loop.max_steps or _EVERY * _OBSERVED
+    if config.data.is_generated:
+        steps = min(steps, loop.epochs * config.data.examples // loop.batch_size)
+    return max(1, min(_EVERY, steps // _OBSERVED))
 
 
 def _saved_every(workdir: pathlib.Path) -> int:

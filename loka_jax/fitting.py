@@ -167,12 +167,16 @@ def changed(config: Config, settings: Mapping[str, Any]) -> Config:
         ValueError: for a name that is no option.
     """
     for name, value in settings.items():
-        config = _with(config, _place(config, name).split("."), value)
+        config = _with(config, field_of(config, name).split("."), value)
     return config
 
 
-def _place(config: Config, name: str) -> str:
-    """Returns the field that an option sets: those of model and run have no prefix."""
+def field_of(config: Config, name: str) -> str:
+    """Returns the field that an option sets: those of model and run have no prefix.
+
+    Raises:
+        ValueError: for a name that is no option.
+    """
     parts = name.replace("-", "_").split(".")
     for group in ("", "model", "run"):
         owner: Any = config

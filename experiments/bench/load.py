@@ -8,12 +8,17 @@ request was due. Some are malformed; at half of each load the server is restarte
 request is lost if it has no answer, and wrong if its scores are not those that one of
 the model's programs gave for its rows before the load: batches of other sizes run other
 programs, and in other precisions, too.
+
+At the rate 0 each of `--connections` clients sends a request once its last is answered
+(a closed loop). With `--scored` the rows are those of a file of predict.py, which has
+the model's columns by `--data.keys`, and a score is wrong if its bits are not its own.
 """
 
 import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import re
 import signal
@@ -27,6 +32,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import numpy as np
 import tyro
+from pyarrow import parquet
 
 from experiments.bench import result as results
 from loka_jax.export import loader
@@ -51,7 +57,8 @@ class Arguments:
     Attributes:
         model: a folder that experiments/export.py wrote.
         out: where to write the JSON; printed only if None.
-        rates: offered loads, requests a second.
+        rates: offered loads, requests a second; 0 for a closed loop.
+        scored: Parquet with rows and their scores; random rows if None.
         minutes: of all loads together.
         rows: of a request, 1 to this many.
         malformed: share of the requests.
@@ -67,6 +74,7 @@ class Arguments:
     model: pathlib.Path
     out: pathlib.Path | None = None
     rates: tuple[float, ...] = (100, 300, 1000, 2000)
+    scored: pathlib.Path | None = None
     minutes: float = 1.0
     rows: int = 8
     malformed: float = 0.02
@@ -98,7 +106,8 @@ class Seen(NamedTuple):
 
 def main(arguments: Arguments) -> dict[str, Any]:
     """Measures, prints, writes and returns the result."""
-    result = results.head("load", arguments) | {"loads": []}
+    machine = {"cores": len(os.sched_getaffinity(0)), "load_before": os.getloadavg()}
+    result = results.head("load", arguments) | machine | {"loads": []}
     with _server(arguments) as (process, address):
         session = _Session(arguments, process, address)
         for load in asyncio.run(session.loads()):
@@ -157,7 +166,11 @@ class _Session:
 
     def __init__(self, arguments: Arguments, process: subprocess.Popen, address: str):
         self._arguments, self._process = arguments, process
-        self._address, self._rows = address, draw_rows(arguments.model)
+        self._address, scored = address, arguments.scored
+        self._rows = draw_rows(arguments.model)
+        if scored is not None:
+            self._rows = parquet.read_table(scored).to_pylist()
+        self._tolerance = arguments.tolerance if scored is None else 0.0
         self._expected = np.zeros(())  # [programs, rows], and [tasks] if several
         self._rng = np.random.default_rng(1)
 
@@ -170,12 +183,13 @@ class _Session:
         async with aiohttp.ClientSession(
             timeout=timeout, connector=connector
         ) as session:
+            exact = [row.pop("score", None) for row in self._rows]
             by_program = [
                 await self._scores(session, size)
                 for size in loader.load(options.model).batch_sizes
                 if size <= options.max_rows
             ]
-            self._expected = np.array(by_program)
+            self._expected = np.array([exact] if options.scored else by_program)
             for rate in options.rates:
                 summaries.append(await self._load(session, rate))
                 print(_line(summaries[-1]), flush=True)
@@ -195,19 +209,31 @@ class _Session:
     async def _load(self, session, rate: float) -> dict[str, Any]:
         """Returns what one offered load gave."""
         seconds = 60 * self._arguments.minutes / len(self._arguments.rates)
-        gaps = self._rng.exponential(1 / rate, int(1.2 * rate * seconds) + 20)
-        due = np.cumsum(gaps)
-        due = due[due < seconds]
-        start, tasks = time.perf_counter(), []
-        workers = [await self._worker(session)]
+        start, workers = time.perf_counter(), [await self._worker(session)]
         restart = asyncio.create_task(self._restart(session, seconds, workers))
-        for at in due:
-            await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
-            tasks.append(asyncio.create_task(self._ask(session, start, float(at))))
-        seen = await asyncio.gather(*tasks)
+        ask = self._open_loop if rate else self._closed_loop
+        seen = await ask(session, start, seconds, rate)
         duration = time.perf_counter() - start
         await restart
         return _summary(rate, seconds, duration, seen, workers)
+
+    async def _open_loop(self, session, start, seconds: float, rate) -> list[Seen]:
+        gaps = self._rng.exponential(1 / rate, int(1.2 * rate * seconds) + 20)
+        due, tasks = np.cumsum(gaps), []
+        for at in due[due < seconds]:
+            await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
+            tasks.append(asyncio.create_task(self._ask(session, start, float(at))))
+        return await asyncio.gather(*tasks)
+
+    async def _closed_loop(self, session, start, seconds: float, _) -> list[Seen]:
+        seen = []
+
+        async def client() -> None:
+            while (at := time.perf_counter() - start) < seconds:
+                seen.append(await self._ask(session, start, at))
+
+        await asyncio.gather(*(client() for _ in range(self._arguments.connections)))
+        return seen
 
     async def _restart(self, session, seconds: float, workers: list[int]) -> None:
         """Restarts the server, and adds its new worker's process to `workers`."""
@@ -245,9 +271,7 @@ class _Session:
         if values.shape != expected.shape[1:]:
             return False
         errors = np.abs(expected - values).reshape(*expected.shape[:2], -1)
-        return bool(
-            np.all(errors.max(axis=-1).min(axis=0) <= self._arguments.tolerance)
-        )
+        return bool(np.all(errors.max(axis=-1).min(axis=0) <= self._tolerance))
 
     async def _post(self, session, body: Any) -> tuple[int, Any]:
         async with session.post(f"{self._address}/score", data=body) as response:

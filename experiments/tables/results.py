@@ -104,6 +104,17 @@ SERVING = {
         columns=numbers("loads.{0}.$", "answered a second = answered_per_s")
         | numbers("loads.{0}.latency_ms.$", "p50, ms = p50; p99, ms = p99", digits=1),
     ),
+    "clients": Table(
+        file="clients_cpu",
+        first="clients",
+        rows="200 = 0",
+        columns=numbers(
+            "loads.{0}.$", "requests = requests; answered a second = answered_per_s"
+        )
+        | numbers("loads.{0}.latency_ms.$", "p50, ms = p50; p99, ms = p99", digits=1)
+        | numbers("loads.{0}.$", "lost = lost; wrong = wrong")
+        | numbers("load_before.$", "load before = 0", digits=1),
+    ),
     "latency": Table(
         file="latency_h200",
         first="rows: p50 / p99, us",

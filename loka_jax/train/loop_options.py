@@ -205,7 +205,7 @@ class RunOptions:
         print_config: print the configuration as JSON and exit.
         dry_run: build, list the sites, compile one step, and exit.
         profile: START:STEPS writes a profiler trace of those steps into the workdir.
-        tensorboard: write TensorBoard events too (needs the extra `report`).
+        track: trackers that take the numbers of the run, too, each of them an extra.
         require_gpu: exit with an error if there is no GPU.
         watchdog: seconds without a step after which one of several processes ends, as
             another is stuck.
@@ -216,7 +216,7 @@ class RunOptions:
     print_config: bool = False
     dry_run: bool = False
     profile: str | None = None
-    tensorboard: bool = False
+    track: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = ()
     require_gpu: bool = False
     watchdog: float = 300.0
 

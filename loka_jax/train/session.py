@@ -47,6 +47,7 @@ from loka_jax.train.logs import log_lines
 from loka_jax.train.logs.printing import print_columns, print_data
 from loka_jax.train.logs.progress import TrainingProgress, resume_note
 from loka_jax.train.logs.timing import Profiler
+from loka_jax.train.logs.trackers import Trackers
 from loka_jax.train.loop import Loop
 from loka_jax.train.mesh.devices import used_devices
 from loka_jax.train.processes import group
@@ -121,7 +122,7 @@ def train(
         workdir = workdir_of(config, processes)
         # Locked before the data are read, which can take long.
         with stop.postponed():  # whoever makes a folder must be able to remove it
-            record = _open_record(config, workdir, processes)
+            record = _open_record(config, workdir, processes, display)
             stack.enter_context(record)
         newest, best = _open_folders(stack, config, workdir, processes)
         with display.doing("checking the checkpoint"):
@@ -267,14 +268,17 @@ def _print_run(run: Run, console: Console):
 
 
 def _open_record(
-    config: Config, workdir: pathlib.Path, processes: Processes
+    config: Config,
+    workdir: pathlib.Path,
+    processes: Processes,
+    display: TrainingProgress,
 ) -> RunRecord:
     return RunRecord(
         workdir,
         config=config.identity(),
         resume=config.run.resume,
         may_change=_MAY_CHANGE,
-        tensorboard=config.run.tensorboard,
+        trackers=Trackers(config.run.track, display.say),
         writes=processes.is_first,
     )
 

@@ -43,6 +43,7 @@ def summarize(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any
             record.write(CALIBRATION, dataclasses.asdict(calibration))
         judged = best.run, best.state, held_out, calibration
         final, samples = evaluate_finally(*judged)
+        record.track_final(final, progress.step)
         if samples:
             columns = held_out.schema.categorical
             record.write_scores(samples, split, columns, splits.folder)

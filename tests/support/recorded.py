@@ -106,7 +106,7 @@ def _config(name: str, folder: pathlib.Path) -> Config:
     if name == "bf16":
         config = predict.config(folder, test=str(folder / "test.csv"))
         model = config.model.clone(recipe="bf16")
-        run = dataclasses.replace(config.run, tensorboard=True)
+        run = dataclasses.replace(config.run, track=("tensorboard",))
         return dataclasses.replace(config, model=model, run=run)
     if name != "mesh":
         return support.config(workdir, patience=50)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import pathlib
 import re
+import tomllib
 
 import pytest
 
@@ -11,6 +12,7 @@ import loka_jax
 from experiments.tables import __main__ as tables
 from experiments.tables.cells import RESULTS
 from experiments.tables.results import TABLES
+from loka_jax import commands
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
@@ -62,6 +64,29 @@ def test_the_readme_lists_the_public_modules():
         assert importlib.util.find_spec(f"loka_jax.{name}") is not None, name
         assert f"{name}`" in listed, name
     assert loka_jax.nn.convert is not None  # imported when it is asked for
+
+
+def test_the_container_runs_the_documented_server():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    words = {line.split()[0]: line for line in lines}
+    copied = [x.split() for x in lines if x.startswith("COPY")]
+    sources = [name for _, *names, _ in copied for name in names]
+    assert all((ROOT / name).exists() for name in sources)
+    assert {"pyproject.toml", "README.md", "LICENSE"} <= set(sources)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extra,) = re.findall(r"pip install .*\[(\w+)\]", words["RUN"])
+    assert extra in project["optional-dependencies"]
+    assert words["FROM"].endswith("python:3.12-slim")
+    loka, command, *rest = json.loads(words["ENTRYPOINT"].removeprefix("ENTRYPOINT "))
+    assert loka in project["scripts"] and command in commands.names()
+    text = (ROOT / "docs" / "serving.md").read_text()
+    documented = re.search(r"docker run -p (\d+):(\d+) -v .*:(/\w+):ro \S+ (.*)", text)
+    port, inside, folder, options = documented.groups()
+    assert port == inside == words["EXPOSE"].split()[1]
+    assert rest[0] == folder
+    source = (ROOT / "experiments" / "serve.py").read_text()
+    for word in [*rest, *options.split()]:
+        assert not word.startswith("--") or f'add_argument("{word}"' in source
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

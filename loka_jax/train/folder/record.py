@@ -15,7 +15,8 @@
     encoding/       what turns rows into the model's inputs, vocabularies among it
     checkpoints/    a folder for each saved step, named by its number
     best/           that of the best evaluation, with `OptimConfig.plateau_patience`
-    tensorboard/    events, if requested
+    tensorboard/, wandb/, mlflow.txt, wandb.txt
+                    of trackers, if requested
 
 Lines are written one by one, and a resumed run drops those after its checkpoint, so
 that except for times and memory its files equal those of a run that was never stopped.
@@ -25,7 +26,6 @@ Versions and configs are recorded, environment variables are not.
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 from collections.abc import Collection, Mapping, Sequence
@@ -43,6 +43,7 @@ from loka_jax.report.run_files import RunFiles
 from loka_jax.saved_format import CHECKPOINTS, steps_in, without_key
 from loka_jax.train.calibration import CALIBRATION
 from loka_jax.train.folder import workdir as workdirs
+from loka_jax.train.logs.trackers import Trackers
 from loka_jax.train.scores import SCORES, Scores, breakdown, with_names, write_scores
 
 METRICS, SCALES, AMAXES = "metrics.jsonl", "scales.jsonl", "amaxes.jsonl"
@@ -67,7 +68,7 @@ class RunRecord(contextlib.AbstractContextManager):
         config: Mapping[str, Any],
         resume: bool = False,
         may_change: Collection[str] = (),
-        tensorboard: bool = False,
+        trackers: Trackers | None = None,
         writes: bool = True,
     ):
         """Locks `workdir`, creating it if necessary; call `start` before logging.
@@ -75,22 +76,17 @@ class RunRecord(contextlib.AbstractContextManager):
         Args:
             may_change: dotted names of fields in which a resumed run's config may
                 differ, such as the number of steps. A name covers those below it.
-            tensorboard: whether `log` also writes TensorBoard events.
+            trackers: what else takes the lines of metrics; None for nothing.
             writes: False in a process that is not the first of its run, whose record
-                locks and writes nothing.
+                locks, writes and tracks nothing.
 
         Raises:
             ValueError: if the folder cannot be written to, another run has locked it,
                 it holds a run and `resume` is False, or a run with another config.
         """
-        if tensorboard and importlib.util.find_spec("tensorboardX") is None:
-            raise ValueError(
-                "TensorBoard events need tensorboardX: install loka-jax[report]."
-            )
         self.workdir, self.writes = Path(workdir), writes
         self._config = config
-        self._tensorboard = tensorboard and writes
-        self._events = None
+        self._trackers = trackers or Trackers((), print)
         self._made: list[Path] = []
         self._lock = None
         if not writes:
@@ -105,9 +101,9 @@ class RunRecord(contextlib.AbstractContextManager):
             self._lock.close()
             raise
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         """Closes the record."""
-        self.close()
+        self.close(is_well=error[0] is None)
 
     def start(self, step: int) -> None:
         """Writes config.json, and drops what a run after `step` or its end left."""
@@ -126,7 +122,8 @@ class RunRecord(contextlib.AbstractContextManager):
 
     def truncate(self, step: int) -> None:
         """Drops the lines after `step`, and an incomplete last line."""
-        self._close_events()
+        if self.writes:
+            self._trackers.open(self.workdir, self._config, step)
         for name in (METRICS, SCALES, AMAXES) if self.writes else ():
             path = self.workdir / name
             if path.exists():
@@ -141,8 +138,8 @@ class RunRecord(contextlib.AbstractContextManager):
             return
         with open(self.workdir / name, "a", encoding="utf-8") as file:
             file.write(jsonfile.dumps(dict(line)) + "\n")
-        if self._tensorboard and name == METRICS:
-            self._log_events(line)
+        if name == METRICS:
+            self._trackers.log(line)
 
     def write(self, name: str, value: object) -> None:
         """Writes a JSON file of the workdir in one step."""
@@ -171,32 +168,17 @@ class RunRecord(contextlib.AbstractContextManager):
         self.write(EVALUATION, {"split": split} | content)
         write_scores(self.workdir, scores)
 
-    def close(self) -> None:
+    def track_final(self, values: Mapping[str, Any], step: int) -> None:
+        """Gives trackers the final evaluation."""
+        self._trackers.log({"kind": "final", "step": step, **values})
+
+    def close(self, *, is_well: bool = True) -> None:
         """Unlocks the workdir; an unused new one is removed."""
-        self._close_events()
+        self._trackers.close(is_well)
         if self._made:
             workdirs.remove_unused(self.workdir, self._made)
         if self._lock is not None:
             self._lock.close()
-
-    def _close_events(self) -> None:
-        if self._events is not None:
-            self._events.close()
-            self._events = None
-
-    def _log_events(self, line: Mapping[str, Any]) -> None:
-        step = int(line["step"])
-        if self._events is None:
-            import tensorboardX  # optional: checked in __init__
-
-            self._events = tensorboardX.SummaryWriter(
-                str(self.workdir / "tensorboard"), purge_step=step, write_to_disk=True
-            )
-        numbers: Any = jsonfile.jsonable(dict(line))
-        for name, value in numbers.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and name != "step":
-                self._events.add_scalar(f"{line['kind']}/{name}", value, step)
 
 
 def saved_config(workdir: Path) -> dict[str, Any]:

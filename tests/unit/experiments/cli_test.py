@@ -181,11 +181,25 @@ def test_help_lists_configurations_and_then_all_options(run):
     code, out, err = run(train, "--help")
     assert (code, err) == (0, "")
     assert all(f"\n  {name} " in out for name in configs.names())
-    code, out, _ = run(train, "--config", "frappe_dlrm", "--help")
+    code, out, _ = run(train, "--config", "frappe_dlrm", "--help-all")
     assert code == 0 and "train.py --config frappe_dlrm" in out
     assert "(default: 100)" in " ".join(out.split())  # its epochs
     listed = set(re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", out))
     assert set(options.option_names(configs.get_config("frappe_dlrm"))) <= listed
+
+
+def test_help_of_a_table_shows_what_matters_first(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = run(train, "--config", "table", "--model", "wukong", "--help")
+    assert code == 0 and len(out.splitlines()) < 100
+    shown = re.findall(r"^--([\w.-]+)", out, re.MULTILINE)
+    assert [x for x in cli._FIRST if x != "top-mlp"] == [
+        x for x in shown if x not in ("top-mlp", "help-all")
+    ]
+    own = configs.get_config("table_wukong")
+    assert f"--help-all shows all {len(options.option_names(own))} options." in out
+    assert "--mesh" not in out and "--data.label STR\n      the label column" in out
+    assert "--mesh.shards" in run(train, "--config", "fp8_dlrm", "--help")[1]
 
 
 def test_home_and_near_options_are_found(monkeypatch):

@@ -26,7 +26,9 @@ def passed_on(monkeypatch, run):
     def passed_on(command, *line):
         seen, unwound = {}, []
         sizes = {"weight_bytes": {"float32": 4000}, "num_bytes": 123456}
-        ended = dict(step=1234, differences={1: 0.0, 1024: 0.0125}, **sizes)
+        ended = dict(
+            step=1234, calibration=None, differences={1: 0.0, 1024: 0.0125}, **sizes
+        )
 
         def keep(*of, **given):
             seen.update(dict(zip(("workdir", "out"), of, strict=False)), **given)
@@ -142,7 +144,7 @@ def test_probe(monkeypatch, run, tmp_path):
     code, out, _ = run(probe, *arguments)
     _, (config, given, script) = seen
     assert (code, given, script) == (0, arguments, "probe.py")
-    assert (config.seed, config.probe.every, config.run.resume) == (4, 10, False)
+    assert (config.seed, config.probe.every, config.run.resume) == (4, 1, False)
     assert (config.mesh.replicas, config.mesh.shards) == (1, 1)
     assert "Probe runs on one device" in out and "Too few statistics: a: few" in out
     ((_, state, survey, _),) = surveyed
@@ -163,7 +165,7 @@ def test_evaluate(run, monkeypatch, tmp_path):
         groups, irregular = {"at": {"click": numbers}}, {"price": {"oov": 3, "nan": 1}}
         return predictions.Evaluated({"click": numbers}, groups, irregular)
 
-    stand_in = SimpleNamespace(step=7)
+    stand_in = SimpleNamespace(step=7, calibration=None)
     monkeypatch.setattr(predictions, "load", lambda workdir: stand_in)
     monkeypatch.setattr(predictions, "evaluate_files", evaluate_files)
     monkeypatch.setattr(options, "unwind_on_sigterm", lambda: None)

@@ -29,8 +29,8 @@ def begun(tmp_path):
 def test_a_run_goes_on_with_its_own_interval_and_a_new_one_has_the_default(
     begun, tmp_path
 ):
-    at = parse([*TINY, str(tmp_path)])
-    new = observed(at)
+    at = parse([*TINY, str(tmp_path), "--data.examples", "64000"])
+    new = observed(at)  # of 500 steps
     assert (new.probe.every, new.run.resume, new.run.workdir) == (10, False, tmp_path)
     probe = dataclasses.replace(at.probe, every=4)
     assert observed(dataclasses.replace(at, probe=probe)).probe.every == 4
@@ -38,6 +38,15 @@ def test_a_run_goes_on_with_its_own_interval_and_a_new_one_has_the_default(
     found = observed(at)
     assert (found.probe.every, found.run.resume) == (7, True)
     assert (found.mesh.replicas, found.mesh.shards) == (1, 1)
+
+
+def test_a_short_run_is_observed_often_enough(tmp_path):
+    for examples, steps, every in ((2048, None, 1), (25600, None, 8), (25600, 100, 4)):
+        line = [*TINY, str(tmp_path), "--data.examples", str(examples)]
+        line += ["--loop.max-steps", str(steps)] if steps else []
+        assert observed(parse(line)).probe.every == every
+    frappe = parse(["--config", "frappe_dlrm", "--workdir", str(tmp_path)])
+    assert observed(frappe).probe.every == 10  # its rows are not counted yet
 
 
 @pytest.mark.parametrize("every", ["null", "0", '"x"', "true"])

@@ -75,7 +75,7 @@ def test_what_is_timed_already_is_not_timed_again(tuned):
     assert calls[-2:] == ["_add_own_errors", "_add_refusals"]  # seen, in draws' place
     assert seen._add_refusals.call_args.args[3] == 5
     assert seen.train.call_args.kwargs == {"script": "tune.py"}
-    assert seen.train.call_args.args[0].probe.every == 10
+    assert seen.train.call_args.args[0].probe.every == 1  # of a short run
 
 
 def test_effects_are_relative_and_left_out_if_not_finite(tuned, capsys):

@@ -43,7 +43,7 @@ def test_a_run_prints_and_leaves_what_it_promises(tmp_path):
     options = ["--data.label", "click", "--data.categorical", "user", "--data.dense"]
     options += ["age", "--data.path", folder / "my clicks.parquet", "--seed", "3"]
     options += ["--workdir", folder / "work dir", "--data.cache", folder / "cache"]
-    options += ["--profile", "2:3", "--tensorboard", "--optim.rows-lr", "0.03"]
+    options += ["--profile", "2:3", "--track", "tensorboard", "--optim.rows-lr", "0.03"]
     command = [*TRAIN, "--config", tiny_config("csv_dlrm"), *options]
     done = run(*command, LC_ALL="C", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
