@@ -33,15 +33,15 @@ def jitted(function, **options):
 
 def normal(*shape, seed=0, dtype=jnp.float32):
     """Returns standard normal values."""
-    # By numpy, for jax.random would compile once for every shape.
+    # By numpy, for jax.random and jnp.asarray would compile once for every shape.
     values = np.random.default_rng(seed).standard_normal(shape, np.float32)
-    return jnp.asarray(values).astype(dtype)
+    return jax.device_put(values.astype(dtype))
 
 
 def uneven_rows(rows, cols, *, decades=6, seed=0):
     """Returns normal rows whose sizes fall from 1 to 10**-decades."""
     sizes = np.logspace(0, -decades, rows, dtype=np.float32)[:, None]
-    return normal(rows, cols, seed=seed) * sizes
+    return jax.device_put(np.asarray(normal(rows, cols, seed=seed)) * sizes)
 
 
 def sum_error(terms, magnitude):

@@ -50,9 +50,8 @@ def rounded(*shape, seed=0, scale=1.0):
 
 def table_of(factors):
     """Returns the table of a site with these factors."""
-    return np.array(
-        scaling.stored(jax.numpy.float32(factors), get_recipe(DELAYED)).table
-    )
+    stored = jax.jit(scaling.stored, static_argnums=1)
+    return np.array(stored(np.float32(factors), get_recipe(DELAYED)).table)
 
 
 def stored_table():
@@ -60,17 +59,25 @@ def stored_table():
     return table_of(FACTORS)
 
 
+# The state after a step: one program, where each of its operations would be one.
+updated = jax.jit(scaling.update_delayed, static_argnums=2)
+
+
 def scales_of(table):
     """Returns what is read in a table: the factors, and those of earlier steps."""
-    state = scaling.DelayedScaling(jax.numpy.asarray(table, np.float32))
-    return np.concatenate([state.factors[:, None], state.history], axis=1)
+    return np.concatenate(_read(np.asarray(table, np.float32)), axis=1)
+
+
+@jax.jit
+def _read(table):
+    state = scaling.DelayedScaling(table)
+    return state.factors[:, None], state.history
 
 
 def table_after(table, amaxes):
     """Returns a table after a step with these amaxes of lhs, rhs and g."""
-    update = jax.jit(scaling.update_delayed, static_argnums=2)
     state = scaling.DelayedScaling(jax.numpy.asarray(table))
-    return update(state, np.float32(amaxes), get_recipe(DELAYED)).table
+    return updated(state, np.float32(amaxes), get_recipe(DELAYED)).table
 
 
 def factor_of(amax):

@@ -18,7 +18,8 @@ SIZES = 144, 272, 160  # more than a tile of blockwise scales, not in whole tile
 def uneven(x):
     """Returns `x` with rows, and columns, of sizes from 1 to 1e-6."""
     sizes = [np.logspace(0, -6, n, dtype=np.float32) for n in x.shape]
-    return (x.astype(jnp.float32) * np.outer(*sizes)).astype(x.dtype)
+    values = np.asarray(x, np.float32) * np.outer(*sizes)
+    return jax.device_put(values.astype(x.dtype))
 
 
 def operands(recipe, sizes=SIZES):

@@ -20,7 +20,7 @@ from loka_jax.recipe import ROLE_OPERANDS, Recipe
 from loka_jax.site import Choice, SiteSpec
 from tests import support
 from tests.support import E4M3, oracle, stand_ins, tailed
-from tests.support.nn import factor_of
+from tests.support.nn import factor_of, updated
 from tests.support.recipes import recipe_of
 
 # In earlier steps, where scales are stored.
@@ -88,7 +88,7 @@ def initial(recipe):
         return None
     state = scaling.init_delayed(recipe)
     if recipe.scales_initialized:
-        state = scaling.update_delayed(state, jnp.float32([*AMAXES.values()]), recipe)
+        state = updated(state, np.float32([*AMAXES.values()]), recipe)
     return state
 
 

@@ -28,7 +28,7 @@ from loka_jax.site import Choice, SiteSpec
 from loka_jax.unbiased import uniform
 from tests import support
 from tests.support import oracle
-from tests.support.nn import factor_of
+from tests.support.nn import factor_of, updated
 
 DELAYED = "fp8_tensorwise_delayed"
 BF16_DRHS = "fp8_tensorwise_delayed_bf16_drhs"
@@ -66,8 +66,7 @@ def state(recipe):
     recipe = get_recipe(recipe)
     if not recipe.is_delayed:
         return None
-    amaxes = jnp.array(AMAXES, jnp.float32)
-    return scaling.update_delayed(scaling.init_delayed(recipe), amaxes, recipe)
+    return updated(scaling.init_delayed(recipe), np.float32(AMAXES), recipe)
 
 
 def wide_plans(form, by_layer):

@@ -5,7 +5,7 @@ import math
 import chex
 import numpy as np
 import pytest
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from loka_jax.dispatch import review
 from loka_jax.dispatch.candidates import table_key
@@ -146,7 +146,7 @@ def test_the_interval_is_that_of_another_step(decay):
     count = weights.sum() ** 2 / np.sum(weights**2)  # 40, or 7 effectively
     freedom = weights.sum() - np.sum(weights**2) / weights.sum()
     deviation = math.sqrt(np.sum(weights * (values - mean) ** 2) / freedom)
-    half = student.ppf(0.975, count - 1) * deviation * math.sqrt(1 + 1 / count)
+    half = stdtrit(count - 1, 0.975) * deviation * math.sqrt(1 + 1 / count)
     found = review.live_intervals(_steps(values, decay), RECIPES)
     expected = _errors_live(mean, low=1 - half / mean, high=1 + half / mean)
     chex.assert_trees_all_close(found, expected, rtol=1e-6)
@@ -170,7 +170,7 @@ def test_drawn_errors_are_corrected_by_what_was_seen_of_others():
     logs = np.log(list(factors.values()))
     for role in ROLES:
         for ratio in by_role[role].values():
-            spread = student.ppf(0.975, 2) * logs.std(ddof=1) * math.sqrt(1 + 1 / 3)
+            spread = stdtrit(2, 0.975) * logs.std(ddof=1) * math.sqrt(1 + 1 / 3)
             expected = logs.mean() + np.array([0, -spread, spread])
             np.testing.assert_allclose(ratio, expected, rtol=1e-6)
 

@@ -58,16 +58,14 @@ def count_calls(calls, module, *args, rngs=None, **options):
     return [len(plans) for _, (_, plans, *_) in calls]
 
 
-# With which nothing of the fixtures is clipped or flushed.
-TABLE = table_of([2.0**-5, 2.0**-9, 2.0**-5])
-
-
 def test_a_fused_cross_net_whose_scales_are_set_runs_as_one_operation(calls):
     by_layers = nn.CrossNet(2, rank=32, recipe=SET)
     x0, g = rounded(32, 64).astype(jnp.bfloat16), rounded(32, 64, seed=1)
-    variables = initialized(by_layers, x0, table=TABLE)
+    # With which nothing of the fixtures is clipped or flushed.
+    table = table_of([2.0**-5, 2.0**-9, 2.0**-5])
+    variables = initialized(by_layers, x0, table=table)
     fused = by_layers.clone(implementation="group")
-    chex.assert_trees_all_equal(initialized(fused, x0, table=TABLE), variables)
+    chex.assert_trees_all_equal(initialized(fused, x0, table=table), variables)
     calls.clear()
 
     @jax.jit

@@ -42,7 +42,7 @@ class Nameless(linen.Module):
         (Untrained(), "a Untrained, .*train=True, which its __call__ does not take"),
         (Nameless(), "a Nameless, has no field `recipe`"),
         (nn.convert(Trained()), "is a Converted, and must be a Flax Linen module"),
-        (nnx.Linear(4, 8, rngs=nnx.Rngs(0)), "is a Linear, and must be a Flax Linen"),
+        (nnx.Dropout(0.5), "is a Dropout, and must be a Flax Linen"),
     ],
     ids=range(4),
 )

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ BF16, F32, I32, U32 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint32
 
 def ones(*shape, dtype=F32):
     # By numpy: jax.numpy would compile a program for every shape.
-    return jnp.asarray(np.ones(shape, dtype))
+    return jax.device_put(np.ones(shape, dtype))
 
 
 HALF, PACKING = jnp.float16, Packing(1000, 2)

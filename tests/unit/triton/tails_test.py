@@ -3,6 +3,7 @@
 That each operand lies where its kernel reads it shows in tests/whole, interpreted.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ BF16 = jnp.bfloat16
 
 def ones(*shape, dtype=BF16):
     # By numpy: jax.numpy would compile a program for every shape.
-    return jnp.asarray(np.ones(shape, dtype))
+    return jax.device_put(np.ones(shape, dtype))
 
 
 def vector(size=4):
