@@ -59,8 +59,8 @@ class LiveErrors(NamedTuple):
         sums: of each recipe, role and measure, over the steps of weight w and error x:
             of w, w^2, w x and w x^2. In float32 they tell a spread of a thousandth of
             the mean. Recipes are in the order of the `ProbeConfig` that observes.
-        amaxes: of lhs, rhs and g in the newest of the steps; of several uses of a site
-            their sum.
+        amaxes: of lhs, rhs and g in the newest of the steps where they are finite; of
+            several uses of a site their sum.
     """
 
     steps: Float[Array, ""]
@@ -124,7 +124,9 @@ def merge(a: LiveErrors, b: LiveErrors, decay: float = 1.0) -> LiveErrors:
     kept = jnp.where(is_newer, decay, 1.0)
     factors = jnp.stack([kept, kept**2, kept, kept])
     sums = a.sums * factors.reshape(1, 1, 1, 4) + b.sums
-    amaxes = jnp.where(is_newer, b.amaxes, a.amaxes)
+    # Infinite ones would be scales for good.
+    is_amax = is_newer & jnp.isfinite(b.amaxes)
+    amaxes = jnp.where(is_amax, b.amaxes, a.amaxes)
     return LiveErrors(a.steps + b.steps, sums, amaxes)
 
 
