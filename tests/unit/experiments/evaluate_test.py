@@ -24,7 +24,7 @@ def page_of(run, monkeypatch, tmp_path):
     """Returns a function from numbers and options to the page that is written."""
 
     def page_of(overall, groups, *line):
-        found = predictions.Evaluated(overall, groups)
+        found = predictions.Evaluated(overall, groups, {})
         loaded = SimpleNamespace(step=1234, calibration=None)
         monkeypatch.setattr(predictions, "load", lambda _: loaded)
         monkeypatch.setattr(predictions, "evaluate_files", lambda *_, **__: found)
