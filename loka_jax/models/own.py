@@ -9,6 +9,7 @@ file. A run keeps the names and the options, so the class must be found by them 
 the run is read.
 """
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -23,6 +24,7 @@ from loka_jax.models.ranking import RankingModel
 from loka_jax.terminal import one_line
 
 _FLAX = {"parent", "name"}
+_OF_OURS = {"norm", "activation", "bias", "dropout_rate", "first_order"}
 
 
 class OwnModel(RankingModel):
@@ -40,6 +42,18 @@ class OwnModel(RankingModel):
     own_options: str = "{}"
     skip: tuple[str, ...] = ()
     num_tasks: int = 1
+
+    def __post_init__(self):
+        """Refuses options of our own models, which this one would not read."""
+        super().__post_init__()
+        for field in dataclasses.fields(RankingModel):
+            is_given = getattr(self, field.name, field.default) != field.default
+            if field.name in _OF_OURS and is_given:
+                option = "--" + field.name.replace("_", "-")
+                raise ValueError(
+                    f"{option} is for loka_jax's own models: {self.own} says itself "
+                    f"what it is made of; leave {option} out."
+                )
 
     @linen.compact
     def __call__(

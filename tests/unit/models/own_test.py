@@ -27,6 +27,16 @@ def test_it_computes_what_the_module_does():
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "given", [{"first_order": True}, {"norm": "block"}, {"dropout_rate": 0.1}]
+)
+def test_an_option_that_it_would_not_read_is_refused(given):
+    (name,) = given
+    option = "--" + name.replace("_", "-")
+    with pytest.raises(ValueError, match=f"{option} is for loka_jax's own models"):
+        OwnModel(own=f"{HERE}:Plain", **given)
+
+
 def test_train_is_passed_on():
     model = OwnModel(own=f"{HERE}:Dropping", recipe="f32")
     variables = model.init(jax.random.key(0), DENSE, ROWS)
