@@ -74,7 +74,7 @@ class OwnNnx(linen.Module):
             )
         return parts
 
-    def _drawn(self, keys: nnx.State) -> nnx.State:
+    def _drawn(self, keys: Any) -> Any:
         """Returns the state of generators, of this step's key for dropout."""
         has_key = self.has_rng("dropout")
         key = self.make_rng("dropout") if has_key else jax.random.key(0)

@@ -106,7 +106,8 @@ def read_forged(path: Path) -> Any:
 
 def make_run(folder: Path, name: str) -> Path:
     files = {"summary": SUMMARY, "config": SAVED_CONFIG, "sites": SITES}
-    for file, content in (files | {"evaluation": RUN.evaluation}).items():
+    files |= {"evaluation": RUN.evaluation, "importance": RUN.importance}
+    for file, content in files.items():
         jsonfile.write(folder / f"{file}.json", content)
     logs = {"metrics": [*RUN.train, *RUN.evals], "scales": RUN.scales}
     for log, lines in logs.items():
@@ -139,6 +140,7 @@ def of_a_run(name: str, read: Callable, found: Any) -> tuple:
 CHOSEN = [BF16.name, support.ROW, support.ROW]
 UNTIL_10 = [line for line in (*RUN.train, *RUN.evals) if line["step"] <= 10]
 REPORTED = "summary.json", "sites.json", "evaluation.json", "metrics.jsonl"
+OPTIONAL = "scales.jsonl", "importance.json"
 # How a kind is made in an empty folder, read as by a command, and what is found then.
 KINDS = {
     "table": (make_table, follow, CHOSEN),
@@ -147,7 +149,7 @@ KINDS = {
     "forged": (make_manifest, read_forged, CONTENT),
     "config": of_a_run("config.json", resume, SAVED_CONFIG),
     "resumed lines": of_a_run("metrics.jsonl", lambda path: resume(path, 10), UNTIL_10),
-    **{name: of_a_run(name, report, RUN) for name in (*REPORTED, "scales.jsonl")},
+    **{x: of_a_run(x, report, RUN) for x in (*REPORTED, *OPTIONAL)},
 }
 
 
