@@ -68,33 +68,16 @@ class TrainState:
 
 
 def init_state(
-    key: Array,
-    *,
-    model: Model,
-    tables: Tables,
-    num_dense: int,
-    optimizer: optax.GradientTransformation,
-    row_optimizer: Any,
-    init_stddev: float,
-    log_inputs: tuple[Any, ...] | None = None,
-    probe: Observer | None = None,
+    key: Array, *, tables: Tables, row_optimizer: Any, init_stddev: float, **parts: Any
 ) -> TrainState:
     """Returns the state before the first step.
 
     Args:
-        log_inputs: shapes of the model's inputs of an event log.
+        parts: the further arguments of `init_without_tables`.
     """
-    state = init_without_tables(
-        key,
-        model=model,
-        tables=tables,
-        num_dense=num_dense,
-        optimizer=optimizer,
-        log_inputs=log_inputs,
-        probe=probe,
-    )
-    parts = init_tables(key, tables, row_optimizer, init_stddev)
-    return dataclasses.replace(state, **parts)
+    state = init_without_tables(key, tables=tables, **parts)
+    made = init_tables(key, tables, row_optimizer, init_stddev)
+    return dataclasses.replace(state, **made)
 
 
 def init_without_tables(
@@ -107,7 +90,11 @@ def init_without_tables(
     log_inputs: tuple[Any, ...] | None = None,
     probe: Observer | None = None,
 ) -> TrainState:
-    """Returns `init_state` without what `init_tables` returns."""
+    """Returns the state before the first step, without what `init_tables` returns.
+
+    Args:
+        log_inputs: shapes of the model's inputs of an event log.
+    """
     model_key, _ = jax.random.split(key)
     with probing(probe):
         inputs: Any = (
