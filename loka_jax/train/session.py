@@ -139,11 +139,7 @@ def train(
             if start is None and starts_at_regression(run):
                 loop.evaluate()  # the start is the best state so far
             loop.train(stop)
-            if left_out := run.splits.left_out:
-                display.say(
-                    f"{left_out:,} events were left out of histories, as batches had "
-                    "no room for them: raise --data.row-capacity."
-                )
+            _say_left_out(run, display)
             if not stop.is_set:
                 _settle(loop, display)
         record.write(SITES, [site.as_row() for site in loop.run.running_sites])
@@ -160,6 +156,15 @@ def train(
         display.close()
         print_end(console, summary, page, loop.checkpoints.latest_step())
         return Trained(stop.exit_code, workdir, loop.run, loop.state)
+
+
+def _say_left_out(run: Run, display: TrainingProgress):
+    """Says how many events batches had no room for, if any."""
+    if left_out := run.splits.left_out:
+        display.say(
+            f"{left_out:,} events were left out of histories, as batches had no room "
+            "for them: raise --data.row-capacity."
+        )
 
 
 def standard_output() -> Console:
