@@ -5,6 +5,7 @@ optimizations where there is no GPU, and programs are kept for other workers and
 runs. `.ci/run` sets XLA_FLAGS itself: it tests numbers as users' programs compute them.
 """
 
+import gc
 import os
 import pathlib
 import resource
@@ -22,6 +23,9 @@ os.environ.setdefault("XLA_FLAGS", FLAGS)  # read when a device is first asked f
 # A collective holds a thread of each device until all have come. XLA has a thread for
 # each: if anything else holds one, the last device waits for ever.
 os.environ.setdefault("PJRT_NPROC", "16")
+# Tracing makes millions of objects, most of them for good: looking through all of them
+# for garbage takes 15 % of the tests' time by Python's thresholds.
+gc.set_threshold(100_000, 50, 100)
 # Workers share a GPU, of which each would take three quarters of the memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # A shell starts jobs in the background with Ctrl-C ignored, and processes inherit that.
@@ -92,21 +96,17 @@ def _few_programs():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_best_ne():
-    """Takes the best NE of generated data, a mean over a million examples, once."""
+def _quick_best_ne():
+    """Takes the best NE of generated data from fewer examples than a million."""
     from loka_jax.data import generated  # not before types are checked on import
 
-    plain, known = generated.best_possible_ne, {}
+    plain = generated.best_possible_ne
 
-    def once(config, world, *count):
-        if count:
-            return plain(config, world, *count)
-        if config not in known:
-            known[config] = plain(config, world)
-        return known[config]
+    def quick(config, world, num_examples=2**14):
+        return plain(config, world, num_examples)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generated, "best_possible_ne", once)
+        patch.setattr(generated, "best_possible_ne", quick)
         yield
 
 

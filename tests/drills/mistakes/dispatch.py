@@ -229,21 +229,21 @@ MISTAKES = [
         f"{_PROBE}/matrix_normal.py",
         "_gram(_whiten(deviation.T, rows))",
         "_gram(_whiten(deviation.T, state.rows))",
-        "unit/probe/matrix_normal_test.py",
+        "whole/probe/matrix_normal_test.py",
     ),
     Mistake(
         "dlhs is cast by the stored scale of lhs",
         f"{_PROBE}/live_errors.py",
         "stored = operands.scales[place]",
         "stored = operands.scales[0]",
-        "unit/probe/live_errors_test.py",
+        "whole/probe/live_errors_test.py",
     ),
     Mistake(
         "the earlier steps of live errors do not decay",
         f"{_PROBE}/live_errors.py",
         "jnp.where(is_newer, decay, 1.0)",
         "jnp.where(is_newer, 1.0, decay)",
-        "unit/probe/live_errors_test.py",
+        "whole/probe/live_errors_test.py",
     ),
     Mistake(
         "elements of a weight are those of the first one",
@@ -306,7 +306,7 @@ MISTAKES = [
         f"{_PROBE}/live_errors.py",
         "return copies * own + pairs * jnp.maximum(others, 0.0)",
         "return copies * (own + jnp.maximum(others, 0.0))",
-        "unit/probe/live_errors_test.py",
+        "whole/probe/live_errors_test.py",
     ),
     Mistake(
         "every jump of a size is followed",

@@ -36,7 +36,7 @@ MISTAKES = [
         "loka_jax/xla/tails.py",
         "        s = s + plus(_matrix(z, shape), bias)\n        total = total + d * s",
         "        total = total + d * s\n        s = s + plus(_matrix(z, shape), bias)",
-        "unit/ops/group_test.py",
+        "whole/ops/group_test.py",
     ),
     Mistake(
         "codes are the nearest, not right on average",

@@ -24,7 +24,7 @@ MISTAKES = [
         f"{NN}/observed.py",
         "merged = jax.vmap(merged)",
         "merged = merged",
-        "unit/nn/probing_test.py",
+        "whole/nn/probing_test.py",
     ),
     Mistake(
         "the other half of the columns is activated",
@@ -122,7 +122,7 @@ MISTAKES = [
         f"{NN}/observed.py",
         "None if delayed_cast(operand, recipe) is None else state.factor(operand)",
         "None if delayed_cast(operand, recipe) is None else state.scale_inv[0]",
-        "unit/nn/probing_test.py",
+        "whole/nn/probing_test.py",
     ),
     Mistake(
         "a dense layer before a batch norm has a bias, and the linear end has none",

@@ -77,7 +77,7 @@ def test_the_sum_of_devices_in_8_bits_is_off_by_two_roundings(unmarked, format, 
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("format, step", [("int8", 1 / 127), ("e4m3", 2**-9 / 448)])
 def test_a_small_gradient_beside_a_large_one_arrives(unmarked, format, step, devices):
-    steps, large = 2000, {"int8": 1e4, "e4m3": 1e6}[format]
+    steps, large = 500, {"int8": 1e4, "e4m3": 1e6}[format]
     tree = {"a": np.ones((devices, 128), np.float32), "b": np.ones((devices, 0))}
     tree["a"][:, 0] = large
     tree = jax.tree.map(jnp.float32, tree)

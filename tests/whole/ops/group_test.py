@@ -50,6 +50,18 @@ BY_LAYER = [
     (f"bf16/{DELAYED}/{DELAYED}", f"bf16/bf16/{DELAYED}", "bf16"),
 ]
 CASES = [(form, BY_LAYER[i % len(BY_LAYER)]) for i, form in enumerate(FORMS)]
+ODD_SIZES = dict(m=47, widths=(95, 31, 63))
+CASES += [
+    (
+        Form("layer", "swish", True, False, "rms", dropout=0.25, **ODD_SIZES),
+        (DELAYED,) * 2,
+    ),
+    (Form("none", "relu", True, True, dropout=0.5, **ODD_SIZES), (DELAYED, "bf16")),
+    (
+        Form("none", "relu", True, True, **ODD_SIZES),
+        (f"bf16/{DELAYED}/{DELAYED}", DELAYED),
+    ),
+]
 
 
 @pytest.mark.parametrize("form, by_layer", CASES, ids=str)
@@ -133,6 +145,9 @@ TWO_LAYERS = CrossedCase("").form._replace(widths=(95, 63, 32))
         (CrossedCase(DELAYED, 31, 2, form=TWO_LAYERS), 2.0**-8),
         (CrossedCase(DELAYED, None, 2, is_beside=True, form=TWO_LAYERS), 2.0**-8),
         (CrossedCase("bf16", is_beside=True), 2.0**-8),
+        # Without layers, of sizes that are no multiples of 16.
+        (CrossedCase(DELAYED, None, 2, form=Form(m=31, widths=(93,))), 2.0**-8),
+        (CrossedCase(BF16_DRHS, rank=None, is_beside=True), 2.0**-8),
     ],
     ids=str,
 )
