@@ -7,8 +7,6 @@ are far below what the page tells: a model that is 0.1 of NE ahead of the regres
 """
 
 import contextlib
-import importlib
-import io
 import math
 import os
 import pathlib
@@ -22,6 +20,8 @@ import urllib.request
 import jax
 import pytest
 from pyarrow import parquet
+
+from tests.support.commands import printed_by
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "quickstart.md"
@@ -107,11 +107,7 @@ class Terminal:
         name, *options = arguments
         if name == "serve":
             return self._serve(options)
-        main = importlib.import_module(f"experiments.{name}").main
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            assert main(options) == 0, out.getvalue()
-        return out.getvalue()
+        return printed_by(name, *options)
 
     def _serve(self, options):
         *options, port = options
