@@ -151,10 +151,10 @@ def _server(arguments: Arguments) -> Iterator[tuple[subprocess.Popen, str]]:
     )
     assert process.stdout is not None
     try:
-        match = re.match(r"listening at (\d+)", process.stdout.readline())
+        match = re.match(r"listening at (\S+),", process.stdout.readline())
         if match is None:
             raise ValueError(f"{_SERVE} ended before it was ready: see above.")
-        yield process, f"http://127.0.0.1:{match[1]}"
+        yield process, match[1]
     finally:
         process.terminate()
         process.wait()

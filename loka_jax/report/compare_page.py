@@ -73,14 +73,14 @@ def difference_lines(runs: Sequence[ComparedRun]) -> list[str]:
         pair = f"{run.name} minus {first.name}"
         for label, differences in _pair(first, run)["examples"].items():
             of = f" of {label}" if len(run.scored) > 1 else ""
-            lines.append(f"{pair}{of}, over examples: {_in_words(differences)}")
+            lines.append(f"{pair}{of}, {_in_words(differences, 'examples')}")
         if not any(line.startswith(pair) for line in lines):
             lines.append(f"{pair}: they kept no scores of the same examples.")
     found = _seeds([first, *others])
     for row in found["seeds"]:
         if len(row["seeds"]) > 1:
             names = " and ".join(", ".join(x) for x in (row["names"], found["base"]))
-            lines.append(f"{names}, over seeds: {_in_words(row['differences'])}")
+            lines.append(f"{names}, {_in_words(row['differences'], 'seeds')}")
     return lines
 
 
@@ -109,14 +109,14 @@ def _plain(value: Any) -> Any:
 _WORDS = {"ne_delta_pct": "NE %", "ne": "NE", "auc": "AUC", "logloss": "log loss"}
 
 
-def _in_words(differences: dict[str, Difference]) -> str:
+def _in_words(differences: dict[str, Difference], unit: str) -> str:
     known = {_WORDS.get(name, name): x for name, x in differences.items()}
     parts = (
         f"{name} {x.mean:+.5f}" + ("" if x.half is None else f" ± {x.half:.5f}")
         for name, x in known.items()
     )
     counts = {x.count for x in differences.values()}
-    return f"{', '.join(parts)} ({max(counts):,})"
+    return f"over {max(counts):,} {unit}: {', '.join(parts)}"
 
 
 def _tiles(runs: Sequence[ComparedRun]) -> list[tuple[str, str, str]]:

@@ -42,7 +42,8 @@ def supervise(
         worker = _start_worker(command, listening)
         if worker.returncode is not None:
             return 0 if signal.sigpending() & _ENDS else worker.returncode or 1
-        say(f"listening at {listening.getsockname()[1]}, worker {worker.pid}")
+        port = listening.getsockname()[1]
+        say(f"listening at http://{host}:{port}, worker {worker.pid}")
         ending: list[subprocess.Popen] = []
         while (got := signal.sigwait(_SIGNALS)) in (signal.SIGHUP, signal.SIGCHLD):
             ending = [old for old in ending if old.poll() is None]

@@ -1,5 +1,8 @@
-"""What commands end with."""
+"""What commands print, and end with."""
 
+import contextlib
+import importlib
+import io
 import os
 import pathlib
 import re
@@ -7,6 +10,15 @@ import subprocess
 import time
 
 ROOT = pathlib.Path(__file__).parents[2]
+
+
+def printed_by(name, *arguments):
+    """Returns what `loka NAME` prints in this process, which must end well."""
+    main = importlib.import_module(f"experiments.{name}").main
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        assert main([str(argument) for argument in arguments]) == 0, out.getvalue()
+    return out.getvalue()
 
 
 def signalled(command, number, folder, pattern):

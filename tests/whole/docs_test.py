@@ -4,6 +4,8 @@ import pathlib
 import re
 import textwrap
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -14,10 +16,15 @@ WITH_CODE = [page for page in PAGES if CODE.search(page.read_text())]
 
 @pytest.mark.usefixtures("as_users_do")
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
-def test_python_code_runs(page):
+def test_python_code_runs_to_finite_numbers(page):
     namespace = {}
     for code in CODE.findall(page.read_text()):
         exec(compile(code, page.name, "exec"), namespace)
+    del namespace["__builtins__"]
+    for name, value in namespace.items():
+        for x in jax.tree.leaves(value):
+            if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact):
+                assert jnp.isfinite(x).all(), name
 
 
 @pytest.mark.usefixtures("as_users_do")

@@ -48,8 +48,8 @@ def test_runs_are_compared_by_their_folders_with_the_first(tmp_path, run):
     page = Page(out)
     number = r"[+-]\d\.\d{5} ± \d\.\d{5}"
     assert re.fullmatch(
-        rf"run-0 minus run-1, over examples: log loss {number}, "
-        rf"NE % [+-][\d.]+ ± [\d.]+, AUC {number} \(50\)",
+        rf"run-0 minus run-1, over 50 examples: log loss {number}, "
+        rf"NE % [+-][\d.]+ ± [\d.]+, AUC {number}",
         first,
     )
     assert f"experiments/compare.py {runs[0]} {runs[1]} --out" in page.text
@@ -80,7 +80,7 @@ def test_runs_on_other_rows_are_scored_again_on_the_same(tmp_path, run, monkeypa
     file = tmp_path / "numbers.json"
     code, said, _ = run(compare, *runs, *rows, "--out", out, "--json", file)
     assert code == 0 and said.startswith("Both scored again on day.csv, dt=1.")
-    assert "over seeds" not in said
+    assert "seeds: " not in said
     found = json.loads(file.read_text())
     minus = np.log(2) - np.logaddexp(0, [0.5, -0.5]).mean()
     loss = found["by_examples"]["two"]["examples"][""]["logloss"]

@@ -116,9 +116,11 @@ def test_a_signal_to_all_processes_loses_no_output(tmp_path):
     job.wait_until_said("waiting")
     for pid in job.children():
         os.kill(pid, signal.SIGTERM)
-    job.wait_until_said(f"heard {signal.SIGTERM}")
+    heard = f"heard {signal.SIGTERM}"
+    job.wait_until_said(heard)
     job.process.kill()
-    job.end()
+    _, out, _ = job.end()  # of the first process, as what copies it has lived on
+    assert out.splitlines()[1:] == job.log(0).splitlines() == ["waiting", heard]
 
 
 def test_a_job_ends_though_its_output_is_no_longer_read(tmp_path):

@@ -36,9 +36,9 @@ def server(gate):
     )
     try:
         assert process.stdout is not None
-        found = re.fullmatch(r"listening at (\d+), .*\n", process.stdout.readline())
+        found = re.fullmatch(r"listening at (\S+), .*\n", process.stdout.readline())
         assert found is not None
-        yield process, f"http://127.0.0.1:{found[1]}"
+        yield process, found[1]
     finally:
         (gate / "open").touch()
         process.terminate()
