@@ -105,7 +105,7 @@ def curves(
         if is_counted:
             axes.set_xlim(0.5, max(len(line.points) for line in series) + 0.5)
         else:
-            axes.set_xlim(left=0)
+            axes.set_xlim(left=-0.01 * axes.get_xlim()[1])  # a dot at 0 is whole
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         if max(y for line in series for _, y in line.finite()) >= 10_000:
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
@@ -120,7 +120,7 @@ def scatter(title: str, series: Sequence[Series], x: str, y: str) -> list[Figure
     if not series or not can_draw():
         return []
     largest = max(max(point) for cloud in series for point in cloud.finite())
-    ends = (0.0, 1.08 * largest)
+    ends = (-0.04 * largest, 1.08 * largest)  # the two zeros have room
 
     def draw(axes) -> None:
         axes.plot(ends, ends, color=_COLORS["muted"], lw=1, ls=(0, (4, 3)))

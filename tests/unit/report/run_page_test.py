@@ -98,16 +98,16 @@ def test_the_page_tells_sites_plan_data_and_command(page):
     assert scales[1].endswith("2 −8 → 2 −1")
     assert page.rows("Data") == [
         ["column", "values", "table rows", "parameters", "most frequent values"],
-        ["C1", "90", "100", "800", "a x 30, b x 2"],  # its own 8 columns
+        ["C1", "90", "100", "800", "a (30), b (2)"],  # its own 8 columns
         ["C2", "70", "50", "800", ""],
         ["C3", "11", "100", "n/a", ""],  # the table is that of C1
-        ["column", "missing", "oov"],
+        ["column", "missing", "not in the vocabulary"],
         *[["I1", "7", "0"], ["C1", "0", "4,321"]],
         *[["column", "nan"], ["I1", "2"]],
         *[["file", "row", "reason"], ["a.tsv", "9", "short"]],
     ]
     for said in (
-        "7 missing, 4,321 oov",
+        "7 missing, 4,321 not in the vocabulary",
         "Split rule: by hash. Weighted by <w>.",
         "train examples 2,000 test examples 300",
         "C2 has few rows",
