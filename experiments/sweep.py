@@ -19,7 +19,6 @@ from loka_jax.commands import leave_on_interrupt
 if __name__ == "__main__":  # the imports below take seconds
     leave_on_interrupt()
 
-import argparse
 import contextlib
 import functools
 import importlib.util
@@ -41,7 +40,7 @@ from experiments.options import asks_for_help
 from loka_jax import jsonfile
 from loka_jax.commands import as_commands
 from loka_jax.fitting import field_of
-from loka_jax.options import option_of
+from loka_jax.options import Parser, option_of
 from loka_jax.report.render import real
 from loka_jax.terminal import printable
 from loka_jax.train.config import Config
@@ -187,7 +186,11 @@ def search(study: Any, objective: Callable[[Any], float], trials: int) -> None:
 
 
 def _sweep(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(
+        prog=as_commands("python experiments/sweep.py"),
+        add_help=False,
+        allow_abbrev=False,
+    )
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--space", nargs="+", default=[])
     parser.add_argument("--workdir", type=pathlib.Path)

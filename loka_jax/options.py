@@ -3,14 +3,24 @@
 A field `loop.batch_size` of a configuration is the option `--loop.batch-size`.
 """
 
+import argparse
 import difflib
 from collections.abc import Iterable
+from typing import NoReturn
 
 
 def require(holds: bool, option: str, value, requirement: str):
     """Raises ValueError "option value must be requirement." unless `holds`."""
     if not holds:
         raise ValueError(f"{option} {value} must be {requirement}.")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser for a command; what is wrong is a ValueError of one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises the ValueError."""
+        raise ValueError(f"{message}; see {self.prog} --help.")
 
 
 def option_of(field: str) -> str:

@@ -34,7 +34,10 @@ CSV += ["user", "--data.dense", "age"]
         ("--config --seed 3", "--config NAME is missing: use one of assistments_"),
         ("TINY --optm.lr 1", "no option --optm.lr: did you mean --optim"),
         ("TINY --norm layer rms", "'rms' belongs to no option"),
-        ("TINY --loop.batch-size 1.5", "--loop.batch-size: invalid literal for int()"),
+        (
+            "TINY --loop.batch-size 1.5",
+            "--loop.batch-size INT: invalid literal",
+        ),
         ("TINY --optim.lr nan", "--optim.lr nan must lie between"),
         ("TINY --recipe fp8_rowise", "did you mean 'fp8_rowwise'?"),
         ("TINY --require-gpu", "--require-gpu was given, but JAX found"),
