@@ -17,7 +17,6 @@ from experiments.configs import (
     find_config,
     get_config,
     has_settings_by_data,
-    names,
     with_model,
 )
 from experiments.options import (
@@ -152,22 +151,20 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
     config = _of_a_run(rest)
     if config is not None:
         return config, rest
-    if asks_for_help(rest) or not rest:
-        print(f"usage: {command(script)} --config NAME [--option value ...]\n")
-        for name, text in descriptions().items():
-            print(f"  {name:20} {text}")
-        print("\n  table --model NAME is table_NAME, for a table of your own.")
-        print("  bf16_NAME is fp8_NAME in bfloat16, its baseline.")
-        print("\nWith --config NAME, --help-all lists all options and defaults.")
-        if asks_for_help(rest):
-            raise SystemExit(0)
-        print()
+    print(f"usage: {command(script)} --config NAME [--option value ...]\n")
+    for name, text in descriptions().items():
+        print(f"  {name:20} {text}")
+    print("\n  table --model NAME is table_NAME, for a table of your own.")
+    print("  bf16_NAME is fp8_NAME in bfloat16, its baseline.")
+    print("\nWith --config NAME, --help-all lists all options and defaults.")
+    if asks_for_help(rest):
+        raise SystemExit(0)
+    print()
     near = difflib.get_close_matches("--config", rest, n=1, cutoff=0.7)
     hint = f"did you mean --config by {near[0]}? Else " if near else ""
-    which = "one of the above" if not rest else f"one of {', '.join(names())}"
     raise ValueError(
-        f"--config NAME is missing: {hint}use {which}; or resume a run with --resume "
-        "--workdir FOLDER."
+        f"--config NAME is missing: {hint}use one of the above; or resume a run with "
+        "--resume --workdir FOLDER."
     )
 
 

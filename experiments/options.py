@@ -115,10 +115,12 @@ def _sentence(box: str, names: list[str], prog: str) -> str:
         return f"{missing} must be given: see {prog} --help."
     taken = re.search(r"^Argument helptext:\n(--.*)", more, re.MULTILINE)
     said = said.replace(". Expected", ": expected").removesuffix(".")
-    if taken is None:
-        return f"{said[:1].lower()}{said[1:]}; see {prog} --help."
-    reason = said.partition(": ")[2]
-    return f"{taken[1]}: {reason[:1].lower()}{reason[1:]}; see {prog} --help."
+    if said.startswith("Error parsing"):
+        said = said.partition(": ")[2]
+        if taken is None:
+            return f"{said}."  # of a dataclass itself, which names its options
+        return f"{taken[1]}: {said[:1].lower()}{said[1:]}; see {prog} --help."
+    return f"{said[:1].lower()}{said[1:]}; see {prog} --help."
 
 
 def run_alone[T](

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from types import ModuleType
 
+from loka_jax.commands import command
 from loka_jax.options import did_you_mean
 from loka_jax.terminal import one_line
 from loka_jax.train.config import Config
@@ -86,12 +87,11 @@ def get_config(name: str) -> Config:
         return dataclasses.replace(config, name=own, model=model)
     make = _CONFIGS.get(_OTHER_NAMES.get(name, name))
     if make is None:
-        hint = did_you_mean(name, all_names(), cutoff=0.4)
+        hint = did_you_mean(name, all_names(), cutoff=0.4).strip()
         raise ValueError(
-            f"unknown configuration {name!r}: {hint}Use one of "
-            f"{', '.join(names())}, bf16_NAME for the baseline of fp8_NAME, "
-            "a file that --print-config printed (FILE.json), or a function of your own "
-            "(FILE.py:FUNCTION)."
+            f"unknown configuration {name!r}: use one that {command('train.py')} "
+            "--help lists, a file that --print-config printed (FILE.json), or a "
+            f"function of your own (FILE.py:FUNCTION){f'; {hint}' if hint else '.'}"
         )
     return make()
 

@@ -90,6 +90,9 @@ def score_file(
         if not rows:
             raise ValueError(
                 f"{', '.join(paths)} has no rows to score: name a file that has some."
+                if where is None
+                else f"no row of {', '.join(paths)} is one of {where}: correct "
+                "--data.where."
             )
     seconds = time.monotonic() - start
     warnings = counts.warnings("the rows")

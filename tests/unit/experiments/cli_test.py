@@ -31,7 +31,7 @@ CSV += ["user", "--data.dense", "age"]
 @pytest.mark.parametrize(
     "line, said",
     [
-        ("--config --seed 3", "--config NAME is missing: use one of assistments_"),
+        ("--config --seed 3", "--config NAME is missing: use one of the above; or"),
         ("TINY --optm.lr 1", "no option --optm.lr: did you mean --optim"),
         ("TINY --norm layer rms", "'rms' belongs to no option"),
         (
