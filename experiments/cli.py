@@ -54,7 +54,7 @@ def parse_with(
 ) -> tuple[Config, dict[str, Any]]:
     """Returns the configuration like `parse`, and further options by name.
 
-    Of a table, columns and settings without an option are chosen by the data.
+    Of a table, columns and settings without an option are chosen by the data, and told.
     On a Hopper GPU `fp8_dlrm` and its baseline have a width at which FP8 pays; says so
     on the error output. A GPU takes seconds to start, so options are read first.
 
@@ -69,7 +69,8 @@ def parse_with(
     if has_settings_by_data(name):
         from loka_jax.train.settings import settings_for  # after --help
 
-        by_data = settings_for(config, lambda line: print(line, file=sys.stderr))
+        out = sys.stderr if config.run.print_config else sys.stdout
+        by_data = settings_for(config, lambda line: print(line, file=out))
         config, others = _parse(by_data, rest, script, options)
         # Those that are named, and others.
         data = dataclasses.replace(config.data, transform=by_data.data.transform)
@@ -161,9 +162,9 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
         raise SystemExit(0)
     print()
     near = difflib.get_close_matches("--config", rest, n=1, cutoff=0.7)
-    hint = f"did you mean --config by {near[0]}? Else " if near else ""
+    hint = f" (did you mean --config by {near[0]}?)" if near else ""
     raise ValueError(
-        f"--config NAME is missing: {hint}use one of the above; or resume a run with "
+        f"--config NAME is missing{hint}: use one of the above; or resume a run with "
         "--resume --workdir FOLDER."
     )
 

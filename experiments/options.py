@@ -119,7 +119,10 @@ def _sentence(box: str, names: list[str], prog: str) -> str:
         said = said.partition(": ")[2]
         if taken is None:
             return f"{said}."  # of a dataclass itself, which names its options
-        return f"{taken[1]}: {said[:1].lower()}{said[1:]}; see {prog} --help."
+        option, _, kind = taken[1].partition(" ")
+        found = re.search(r": ('.*'|\[.*\])$", said)
+        why = f"not {found[1]}" if found else f"{said[:1].lower()}{said[1:]}"
+        return f"{option} takes {kind}, {why}; see {prog} --help."
     return f"{said[:1].lower()}{said[1:]}; see {prog} --help."
 
 
@@ -220,8 +223,8 @@ def _unknown(argument: str, options: list[str], prog: str) -> str:
     wrong = argument.partition("=")[0].replace("_", "-")
     if near := " or ".join(near_options(wrong, options)):
         return (
-            f"there is no option {wrong}: did you mean {near}? Else see "
-            f"{prog} --help-all."
+            f"there is no option {wrong} (did you mean {near}?): {prog} --help-all "
+            "lists all."
         )
     return f"there is no option {wrong}: {prog} --help-all lists all."
 

@@ -35,13 +35,13 @@ def option_of(field: str) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """Returns "did you mean 'X'? " with the name that is nearest, or nothing.
+    """Returns " (did you mean 'X'?)" with the name that is nearest, or nothing.
 
     Args:
         cutoff: the least similarity, from 0 to 1.
     """
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
-    return f"did you mean {near[0]!r}? " if near else ""
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def pairs(option: str, values: tuple[str, ...], names: tuple[str, ...]) -> dict:

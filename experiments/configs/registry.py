@@ -87,11 +87,11 @@ def get_config(name: str) -> Config:
         return dataclasses.replace(config, name=own, model=model)
     make = _CONFIGS.get(_OTHER_NAMES.get(name, name))
     if make is None:
-        hint = did_you_mean(name, all_names(), cutoff=0.4).strip()
+        hint = did_you_mean(name, all_names(), cutoff=0.4)
         raise ValueError(
-            f"unknown configuration {name!r}: use one that {command('train.py')} "
-            "--help lists, a file that --print-config printed (FILE.json), or a "
-            f"function of your own (FILE.py:FUNCTION){f'; {hint}' if hint else '.'}"
+            f"unknown configuration {name!r}{hint}: use one that "
+            f"{command('train.py')} --help lists, a file that --print-config printed "
+            "(FILE.json), or a function of your own (FILE.py:FUNCTION)."
         )
     return make()
 
@@ -124,10 +124,10 @@ def _from_python(path: pathlib.Path, function: str) -> Config:
         if not callable(make):
             own = [k for k, v in vars(module).items() if _is_own_function(v, module)]
             hint = did_you_mean(function, own, cutoff=0.4)
-            there = f"There are {', '.join(own)}" if own else "Define one"
+            there = f"there are {', '.join(own)}" if own else "define one"
             raise ValueError(
                 f"--config {path}:{function or 'FUNCTION'} must name a function of the "
-                f"file that returns a configuration: {hint}{there}."
+                f"file that returns a configuration{hint}: {there}."
             )
         config = make()
     except Exception as error:  # a user's file may raise any kind

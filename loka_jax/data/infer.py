@@ -19,6 +19,7 @@ from loka_jax.data.blocks import (
     Block,
     as_dates,
     element_type,
+    find_columns,
     pc,
     plain,
 )
@@ -94,6 +95,8 @@ def infer_columns(config: DataConfig) -> Inferred:
     features = ("categorical", "multi", "dense")
     given = {kind: getattr(config, kind) for kind in features}
     named |= {name for names in given.values() for name in names}
+    if not config.lists:  # whose names are those of events
+        find_columns(str(path), tuple(sorted(n for n in named if n)), [*types])
     found = defaultdict(list)
     for name, (kind, _) in columns.items():
         if name not in named:

@@ -91,8 +91,8 @@ def score_file(
             raise ValueError(
                 f"{', '.join(paths)} has no rows to score: name a file that has some."
                 if where is None
-                else f"no row of {', '.join(paths)} is one of {where}: correct "
-                "--data.where."
+                else f"--data.where {where!r} takes no row of {', '.join(paths)}: "
+                "correct it, or name another file."
             )
     seconds = time.monotonic() - start
     warnings = counts.warnings("the rows")
