@@ -191,8 +191,10 @@ def _draw(
         axes.grid(axis="y", color=_COLORS["line"], lw=0.8)
         draw(axes)
         for axis, is_whole in ((axes.xaxis, whole_x), (axes.yaxis, False)):
-            axis.set_major_locator(MaxNLocator(5, integer=is_whole))
+            ticks = MaxNLocator(5, integer=is_whole, min_n_ticks=1 if is_whole else 2)
+            axis.set_major_locator(ticks)
             axis.label.set_color(_COLORS["muted"])
+        axes.yaxis.labelpad = 10  # numbers grow on a phone
         axes.tick_params(length=0, pad=5, colors=_COLORS["muted"])
         file = io.StringIO()
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))

@@ -63,6 +63,7 @@ def test_labels_are_named_if_there_are_several_and_nothing_else_is_shown(page_of
     page = page_of({"click": NUMBERS, "buy": NONE}, {})
     assert page.tiles["AUC of click"][0] == "0.75123"
     assert page.rows("All rows")[2][:2] == ["all of buy", "3"]
+    assert "300 of label 1 (click) 0 of label 1 (buy)" in page.text
     assert "By " not in page.text and "Importance" not in page.text
 
 

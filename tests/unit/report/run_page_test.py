@@ -150,6 +150,12 @@ def test_days_and_labels_have_their_own_numbers(page_of):
     assert "Of 77 examples of the final evaluation" in page.text
     note = "log loss 0.30000, NE 0.90000, calibration n/a"
     assert page.tiles["AUC, buy"] == ("0.60000", note)
+    assert "Calibration, test" not in page.tiles  # each label has its own
+
+
+def test_days_are_whole():
+    (one,) = charts.curves("NE", [charts.Series("a", [(1, 0.9)], "second")], x="day")
+    assert re.findall(r"<text[^>]*>([^<]*)", one.svg)[0] == "1"
 
 
 def test_own_metrics_importance_and_a_calibration_are_shown(page_of):
