@@ -5,6 +5,7 @@ A field `loop.batch_size` of a configuration is the option `--loop.batch-size`.
 
 import argparse
 import difflib
+import pathlib
 from collections.abc import Iterable
 from typing import NoReturn
 
@@ -21,6 +22,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises the ValueError."""
         raise ValueError(f"{message}; see {self.prog} --help.")
+
+
+def require_folder(option: str, path: pathlib.Path | None) -> None:
+    """Raises ValueError if there is no folder for a file to write; None is no file."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}: create it for {option}.")
 
 
 def option_of(field: str) -> str:

@@ -16,6 +16,7 @@ from loka_jax.data.files import find_files, reader_of, unchanged
 from loka_jax.data.filters import Filter, parse_filter
 from loka_jax.data.places import DataFile, stamp_of
 from loka_jax.data.values import Counts
+from loka_jax.options import require_folder
 from loka_jax.predict.predictor import MEANT, Predictor
 
 SCORE = "score"
@@ -163,8 +164,7 @@ def _check_names(
         raise ValueError(f"--out {out} must end in .parquet or .csv: rename it.")
     if os.path.lexists(out):
         raise ValueError(f"{out} exists already: remove it, or choose another --out.")
-    if not out.parent.is_dir():
-        raise ValueError(f"there is no folder {out.parent}: create it for --out.")
+    require_folder("--out", out)
     if len(set(keys)) < len(keys):
         raise ValueError(f"--data.keys {' '.join(keys)}: name each column once.")
     for name in names:
