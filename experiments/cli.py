@@ -17,7 +17,6 @@ from experiments.configs import (
     find_config,
     get_config,
     has_settings_by_data,
-    names,
     with_model,
 )
 from experiments.options import (
@@ -55,7 +54,7 @@ def parse_with(
 ) -> tuple[Config, dict[str, Any]]:
     """Returns the configuration like `parse`, and further options by name.
 
-    Of a table, columns and settings without an option are chosen by the data.
+    Of a table, columns and settings without an option are chosen by the data, and told.
     On a Hopper GPU `fp8_dlrm` and its baseline have a width at which FP8 pays; says so
     on the error output. A GPU takes seconds to start, so options are read first.
 
@@ -70,7 +69,8 @@ def parse_with(
     if has_settings_by_data(name):
         from loka_jax.train.settings import settings_for  # after --help
 
-        by_data = settings_for(config, lambda line: print(line, file=sys.stderr))
+        out = sys.stderr if config.run.print_config else sys.stdout
+        by_data = settings_for(config, lambda line: print(line, file=out))
         config, others = _parse(by_data, rest, script, options)
         # Those that are named, and others.
         data = dataclasses.replace(config.data, transform=by_data.data.transform)
@@ -152,22 +152,20 @@ def _default(arguments: list[str], script: str) -> tuple[Config, list[str]]:
     config = _of_a_run(rest)
     if config is not None:
         return config, rest
-    if asks_for_help(rest) or not rest:
-        print(f"usage: {command(script)} --config NAME [--option value ...]\n")
-        for name, text in descriptions().items():
-            print(f"  {name:20} {text}")
-        print("\n  table --model NAME is table_NAME, for a table of your own.")
-        print("  bf16_NAME is fp8_NAME in bfloat16, its baseline.")
-        print("\nWith --config NAME, --help-all lists all options and defaults.")
-        if asks_for_help(rest):
-            raise SystemExit(0)
-        print()
+    print(f"usage: {command(script)} --config NAME [--option value ...]\n")
+    for name, text in descriptions().items():
+        print(f"  {name:20} {text}")
+    print("\n  table --model NAME is table_NAME, for a table of your own.")
+    print("  bf16_NAME is fp8_NAME in bfloat16, its baseline.")
+    print("\nWith --config NAME, --help-all lists all options and defaults.")
+    if asks_for_help(rest):
+        raise SystemExit(0)
+    print()
     near = difflib.get_close_matches("--config", rest, n=1, cutoff=0.7)
-    hint = f"did you mean --config by {near[0]}? Else " if near else ""
-    which = "one of the above" if not rest else f"one of {', '.join(names())}"
+    hint = f" (did you mean --config by {near[0]}?)" if near else ""
     raise ValueError(
-        f"--config NAME is missing: {hint}use {which}; or resume a run with --resume "
-        "--workdir FOLDER."
+        f"--config NAME is missing{hint}: use one of the above; or resume a run with "
+        "--resume --workdir FOLDER."
     )
 
 

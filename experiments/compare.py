@@ -27,6 +27,7 @@ from experiments.cli import run_cli
 from experiments.options import parse_alone
 from loka_jax import jsonfile
 from loka_jax.commands import as_commands
+from loka_jax.options import require_folder
 from loka_jax.report.compare_page import (
     as_numbers,
     difference_lines,
@@ -89,8 +90,8 @@ def compare(options: Arguments, command: str) -> list[str]:
         raise ValueError(f"{repeated[0]} is named twice: name each run once.")
     if out.suffix != ".html":  # an older page is replaced, another file is not
         raise ValueError(f"--out {out} must end in .html: rename it.")
-    if not out.absolute().parent.is_dir():
-        raise ValueError(f"--out {out} is in no folder that exists: create that first.")
+    require_folder("--out", out)
+    require_folder("--json", options.json)
     if rows.path is None and rows.where is not None:
         raise ValueError("--data.where says which rows of --data.path: add that.")
     runs = [

@@ -16,6 +16,7 @@ import sys
 from experiments.options import run_alone
 from experiments.predict import print_irregular
 from loka_jax.commands import as_commands, leave_on_interrupt
+from loka_jax.options import require_folder
 from loka_jax.terminal import printable
 
 
@@ -77,6 +78,8 @@ def _run(arguments: Arguments, command: str) -> int:
 
     if arguments.page is not None and arguments.page.suffix != ".html":
         raise ValueError(f"--page {arguments.page} must end in .html: rename it.")
+    require_folder("--page", arguments.page)
+    require_folder("--out", arguments.out)
     predictor = load(arguments.workdir)
     how = "" if predictor.calibration is None else ", calibrated"
     print(f"Scoring with the weights of step {predictor.step:,}{how}.", flush=True)

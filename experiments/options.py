@@ -1,6 +1,6 @@
 """Options of a command line as a dataclass, by tyro; near names for wrong ones.
 
-tyro says itself what is wrong with a value, and ends with code 2. Needs no JAX.
+What is wrong with one is a ValueError of one sentence. Needs no JAX.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tyro
@@ -34,20 +34,21 @@ def parse_options[T](
         config: name of the configuration, if there is one.
 
     Raises:
-        ValueError: for an unknown option, with the nearest ones.
-        SystemExit: with code 0 after `--help`, with code 2 for a bad value.
+        ValueError: for an unknown option, with the nearest ones, or a bad value.
+        SystemExit: with code 0 after `--help`.
     """
     prog = command(script) + (f" --config {config}" if config else "")
-    line = ["--help" if x == "--help-all" else x for x in expanded(arguments)]
-    parsed, unknown = tyro.cli(
-        type(default),
-        default=default,
-        args=line,
-        prog=prog,
-        return_unknown_args=True,
-    )
+    line = _line(arguments)
+    with _one_sentence(line, prog, names := option_names(default)):
+        parsed, unknown = tyro.cli(
+            type(default),
+            default=default,
+            args=line,
+            prog=prog,
+            return_unknown_args=True,
+        )
     if unknown:
-        raise ValueError(_unknown(unknown[0], option_names(default), prog))
+        raise ValueError(_unknown(unknown[0], names, prog))
     return parsed
 
 
@@ -63,14 +64,66 @@ def parse_alone[T](
         text: what the script does, for `--help`.
 
     Raises:
-        SystemExit: with code 0 after `--help`, with code 2 for what is wrong.
+        ValueError: for what is wrong.
+        SystemExit: with code 0 after `--help`.
     """
-    return tyro.cli(
-        kind,
-        args=expanded(arguments),
-        prog=command(script),
-        description=as_commands(text or ""),
-    )
+    line, prog = _line(arguments), command(script)
+    with _one_sentence(line, prog, option_names(kind)):
+        return tyro.cli(kind, args=line, prog=prog, description=as_commands(text or ""))
+
+
+def _line(arguments: list[str]) -> list[str]:
+    return ["--help" if x == "--help-all" else x for x in expanded(arguments)]
+
+
+@contextlib.contextmanager
+def _one_sentence(line: list[str], prog: str, names: list[str]) -> Iterator[None]:
+    """Makes the box in which tyro says what is wrong a ValueError of one sentence."""
+    if asks_for_help(line):
+        yield
+        return
+    width, said = os.environ.get("COLUMNS"), io.StringIO()
+    os.environ["COLUMNS"] = "10000"  # so that tyro breaks no line
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit:
+        raise ValueError(_sentence(said.getvalue(), names, prog)) from None
+    finally:
+        if width is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = width
+
+
+def _sentence(box: str, names: list[str], prog: str) -> str:
+    """Returns what a box of tyro says as one sentence.
+
+    Args:
+        box: lines in a frame, with what is wrong first, then help.
+        names: of all options.
+        prog: what `--help` is an option of.
+    """
+    frame = r"^[│|╭╰+]|[─-]{5,}|[│|╮╯+]$"  # in ASCII, too; a rule becomes empty
+    lines = [re.sub(frame, "", line.strip()).strip() for line in box.splitlines()[1:]]
+    said, _, more = "\n".join(lines).strip().partition("\n\n")
+    _, is_unknown, unknown = f"{said}\n{more}".partition("Unrecognized options:")
+    if is_unknown:
+        return _unknown(re.split(r",\s|\s", unknown.strip())[0], names, prog)
+    if said.startswith("Missing from"):
+        missing = " and ".join(re.findall(r"^--[\w.-]+", said, re.MULTILINE))
+        return f"{missing} must be given: see {prog} --help."
+    taken = re.search(r"^Argument helptext:\n(--.*)", more, re.MULTILINE)
+    said = said.replace(". Expected", ": expected").removesuffix(".")
+    if said.startswith("Error parsing"):
+        said = said.partition(": ")[2]
+        if taken is None:
+            return f"{said}."  # of a dataclass itself, which names its options
+        option, _, kind = taken[1].partition(" ")
+        found = re.search(r": ('.*'|\[.*\])$", said)
+        why = f"not {found[1]}" if found else f"{said[:1].lower()}{said[1:]}"
+        return f"{option} takes {kind}, {why}; see {prog} --help."
+    return f"{said[:1].lower()}{said[1:]}; see {prog} --help."
 
 
 def run_alone[T](
@@ -144,10 +197,15 @@ def take(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
 
 
 def option_names(default: Any, prefix: str = "") -> list[str]:
-    """Returns the options of a dataclass, those of its dataclasses included."""
+    """Returns the options of a dataclass, those of its dataclasses included.
+
+    Args:
+        default: the dataclass, or its class.
+        prefix: of the names.
+    """
     names = []
     for field in dataclasses.fields(default):
-        value = getattr(default, field.name)
+        value = getattr(default, field.name, field.type)
         hidden = tyro.conf.Suppress in getattr(field.type, "__metadata__", ())
         if hidden or field.name in _OF_FLAX:
             continue
@@ -165,8 +223,8 @@ def _unknown(argument: str, options: list[str], prog: str) -> str:
     wrong = argument.partition("=")[0].replace("_", "-")
     if near := " or ".join(near_options(wrong, options)):
         return (
-            f"there is no option {wrong}: did you mean {near}? Else see "
-            f"{prog} --help-all."
+            f"there is no option {wrong} (did you mean {near}?): {prog} --help-all "
+            "lists all."
         )
     return f"there is no option {wrong}: {prog} --help-all lists all."
 

@@ -33,7 +33,7 @@ from experiments.cli import parse_with, run_cli
 from loka_jax import jsonfile
 from loka_jax.commands import as_commands
 from loka_jax.data import Schema, generated, open_data
-from loka_jax.options import require
+from loka_jax.options import require, require_folder
 from loka_jax.train.config import Config
 from loka_jax.train.planner.mesh_plan import (
     GB,
@@ -60,6 +60,7 @@ def plan(config: Config, options: Mapping[str, Any]) -> int:
     rates, gpus, dense_us = (options[name] for name in ("rates", "gpus", "dense_us"))
     batch = config.loop.batch_size
     require(gpus >= 1, "--gpus", gpus, "at least 1")
+    require_folder("--out", options["out"])
     require(0 <= dense_us < math.inf, "--dense-us", dense_us, "a time, at least 0")
     schema, dense_us = schema_of(config), dense_us or None
     if options["simulate"]:

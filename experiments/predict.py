@@ -16,7 +16,7 @@ from typing import Literal
 
 from experiments.options import run_alone
 from loka_jax.commands import leave_on_interrupt
-from loka_jax.terminal import printable
+from loka_jax.terminal import KIND_WORDS, printable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,13 +101,10 @@ def _run(arguments: Arguments) -> int:
     return 0
 
 
-_WORDS = {"oov": "not in the vocabulary"}
-
-
 def print_irregular(columns: dict[str, dict[str, int]]):
     """Prints the values that a policy applied to, by column."""
     for column, kinds in columns.items():
-        counts = (f"{kinds[kind]:,} {_WORDS.get(kind, kind)}" for kind in kinds)
+        counts = (f"{kinds[kind]:,} {KIND_WORDS.get(kind, kind)}" for kind in kinds)
         print(printable(f"{column}: {', '.join(counts)}"))
 
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loka_jax.commands import as_commands, command
+from loka_jax.options import Parser
 from loka_jax.server import supervise
 
 
@@ -26,8 +27,6 @@ class Scorer:
 
     def __init__(self, folder: str):
         """Loads the model, and compiles all of its programs."""
-        if not os.path.exists(os.path.join(folder, "loader.py")):
-            raise ValueError(f"{folder} holds no exported model: name one.")
         sys.path.insert(0, folder)
         loader = importlib.import_module("loader")  # the folder's own
         self.model = loader.load(folder)
@@ -48,7 +47,7 @@ class Scorer:
 
 def main(arguments: list[str]) -> int:
     """Runs workers, or one of them; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=command("serve.py"),
         description=as_commands(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -59,8 +58,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--max-rows", type=int, default=1024)
     parser.add_argument("--wait-ms", type=float, default=1.0)
     parser.add_argument("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
     try:
+        options = parser.parse_args(arguments)
+        if not os.path.exists(os.path.join(options.folder, "loader.py")):
+            raise ValueError(f"{options.folder} holds no exported model: name one.")
         if options.worker is not None:
             return _work(options)
         # While one worker replaces another, both have the model on the GPU.

@@ -19,7 +19,6 @@ from loka_jax.commands import leave_on_interrupt
 if __name__ == "__main__":  # the imports below take seconds
     leave_on_interrupt()
 
-import argparse
 import contextlib
 import functools
 import importlib.util
@@ -41,7 +40,7 @@ from experiments.options import asks_for_help
 from loka_jax import jsonfile
 from loka_jax.commands import as_commands
 from loka_jax.fitting import field_of
-from loka_jax.options import option_of
+from loka_jax.options import Parser, option_of, require
 from loka_jax.report.render import real
 from loka_jax.terminal import printable
 from loka_jax.train.config import Config
@@ -144,7 +143,12 @@ def open_study(folder: pathlib.Path, of: dict[str, Any]) -> Any:
 
     optuna.logging.set_verbosity(optuna.logging.CRITICAL)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to {folder} ({error.strerror}): choose another --workdir."
+        ) from None
     with filelock.FileLock(folder / ".lock"):
         kept = folder / "sweep.json"
         saved = jsonfile.read(kept) if kept.exists() else of
@@ -187,7 +191,11 @@ def search(study: Any, objective: Callable[[Any], float], trials: int) -> None:
 
 
 def _sweep(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(
+        prog=as_commands("python experiments/sweep.py"),
+        add_help=False,
+        allow_abbrev=False,
+    )
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--space", nargs="+", default=[])
     parser.add_argument("--workdir", type=pathlib.Path)
@@ -197,6 +205,7 @@ def _sweep(arguments: list[str]) -> int:
     config = parse(rest, "sweep.py")
     if not own.space:
         raise ValueError("--space is missing: name options, as optim.lr=0.01:0.1.")
+    require(own.trials >= 1, "--trials", own.trials, "at least 1")
     draws = [draw_of(config, entry) for entry in own.space]
 
     def line_of(trial: Any) -> list[str]:

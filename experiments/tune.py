@@ -54,8 +54,10 @@ def tune(
 ) -> int:
     """Trains, measures and writes the table; returns the exit code."""
     console = standard_output()
+    # Refuses a bad table or path now, not after the training.
+    _old_table(path)
     with tables.locked(path):
-        _old_table(path)  # refuses a bad path or table now, not after the training
+        pass
     done = train(observed(config), arguments, console, script="tune.py")
     if done.exit_code or done.run is None:
         return done.exit_code
@@ -145,14 +147,11 @@ def _old_table(path: pathlib.Path) -> Table | None:
     """
     if not path.exists():
         return None
-    try:
-        table = tables.read(path)
-    except ValueError as error:
-        raise ValueError(f"{error} Name another file with --table.") from None
+    table = tables.read(path)
     why_not = table.header.why_not(header_here())
     if why_not is not None:
         raise ValueError(
-            f"{path} is not valid here: {why_not}. Name another file with --table."
+            f"{path} is not valid here ({why_not}): name another file with --table."
         )
     return table
 

@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if name not in names():
         hint = did_you_mean(name, names())
-        wrong = f"there is no command {name!r}: {hint}Use" if name else "use"
+        wrong = f"there is no command {name!r}{hint}: use" if name else "use"
         print(
             f"error: {printable(wrong)} one of {', '.join(names())}.", file=sys.stderr
         )

@@ -187,7 +187,7 @@ def field_of(config: Config, name: str) -> str:
             return ".".join([*groups, last])
     known = [f"{g}.{x}" for g in ("data", "optim", "loop") for x in _names(config, g)]
     hint = did_you_mean(name, [*known, *_names(config, "model")])
-    raise ValueError(f"there is no option {name!r}: {hint}See loka train --help.")
+    raise ValueError(f"there is no option {name!r}{hint}: see loka train --help.")
 
 
 def _names(owner: Any, group: str | None = None) -> list[str]:

@@ -166,9 +166,9 @@ def _require_known(value: Any, kept: Any, name: str = "") -> None:
         for key, item in value.items():
             place = f"{name}.{key}" if name else key
             if key not in kept:
-                hint = did_you_mean(key, kept) or f"it has {', '.join(kept)}; "
+                hint = did_you_mean(key, kept) or f" (it has {', '.join(kept)})"
                 raise ValueError(
-                    f"{clip(place)} is no field of this version: {hint}rename or "
+                    f"{clip(place)} is no field of this version{hint}: rename or "
                     "remove it."
                 )
             _require_known(item, kept[key], place)

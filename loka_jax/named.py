@@ -37,7 +37,7 @@ def found(what: str, name: str, is_one: Callable[[Any], bool], kind: str) -> Any
     ones = {k: v for k, v in vars(module).items() if is_one(v)}
     if last not in ones:
         raise ValueError(
-            f"{what} {name!r} is no {kind}: {did_you_mean(last, ones, cutoff=0.4)}"
+            f"{what} {name!r} is no {kind}{did_you_mean(last, ones, cutoff=0.4)}: "
             f"{module_name} has {', '.join(ones) or 'none'}."
         )
     return ones[last]

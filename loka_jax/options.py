@@ -3,14 +3,31 @@
 A field `loop.batch_size` of a configuration is the option `--loop.batch-size`.
 """
 
+import argparse
 import difflib
+import pathlib
 from collections.abc import Iterable
+from typing import NoReturn
 
 
 def require(holds: bool, option: str, value, requirement: str):
     """Raises ValueError "option value must be requirement." unless `holds`."""
     if not holds:
         raise ValueError(f"{option} {value} must be {requirement}.")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser for a command; what is wrong is a ValueError of one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises the ValueError."""
+        raise ValueError(f"{message}; see {self.prog} --help.")
+
+
+def require_folder(option: str, path: pathlib.Path | None) -> None:
+    """Raises ValueError if there is no folder for a file to write; None is no file."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}: create it for {option}.")
 
 
 def option_of(field: str) -> str:
@@ -25,13 +42,13 @@ def option_of(field: str) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """Returns "did you mean 'X'? " with the name that is nearest, or nothing.
+    """Returns " (did you mean 'X'?)" with the name that is nearest, or nothing.
 
     Args:
         cutoff: the least similarity, from 0 to 1.
     """
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
-    return f"did you mean {near[0]!r}? " if near else ""
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def pairs(option: str, values: tuple[str, ...], names: tuple[str, ...]) -> dict:

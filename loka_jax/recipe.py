@@ -165,9 +165,9 @@ def _named(name: str) -> Recipe:
         return RECIPES[name]
     near = difflib.get_close_matches(name, RECIPES, n=1)
     near = near or sorted((x for x in RECIPES if x.startswith(name)), key=len)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ValueError(
-        f"unknown recipe {name!r}: {hint}There are {', '.join(sorted(RECIPES))}."
+        f"unknown recipe {name!r}{hint}: there are {', '.join(sorted(RECIPES))}."
     )
 
 

@@ -1,4 +1,7 @@
-"""Text of others, such as names in files and messages of compilers, on a terminal."""
+"""Text of others (names in files, messages of compilers), and words of all commands."""
+
+# What pages and commands call a kind of values, where its own name is no word.
+KIND_WORDS = {"oov": "not in the vocabulary"}
 
 
 def printable(text: str) -> str:

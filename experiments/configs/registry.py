@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from types import ModuleType
 
+from loka_jax.commands import command
 from loka_jax.options import did_you_mean
 from loka_jax.terminal import one_line
 from loka_jax.train.config import Config
@@ -88,10 +89,9 @@ def get_config(name: str) -> Config:
     if make is None:
         hint = did_you_mean(name, all_names(), cutoff=0.4)
         raise ValueError(
-            f"unknown configuration {name!r}: {hint}Use one of "
-            f"{', '.join(names())}, bf16_NAME for the baseline of fp8_NAME, "
-            "a file that --print-config printed (FILE.json), or a function of your own "
-            "(FILE.py:FUNCTION)."
+            f"unknown configuration {name!r}{hint}: use one that "
+            f"{command('train.py')} --help lists, a file that --print-config printed "
+            "(FILE.json), or a function of your own (FILE.py:FUNCTION)."
         )
     return make()
 
@@ -124,10 +124,10 @@ def _from_python(path: pathlib.Path, function: str) -> Config:
         if not callable(make):
             own = [k for k, v in vars(module).items() if _is_own_function(v, module)]
             hint = did_you_mean(function, own, cutoff=0.4)
-            there = f"There are {', '.join(own)}" if own else "Define one"
+            there = f"there are {', '.join(own)}" if own else "define one"
             raise ValueError(
                 f"--config {path}:{function or 'FUNCTION'} must name a function of the "
-                f"file that returns a configuration: {hint}{there}."
+                f"file that returns a configuration{hint}: {there}."
             )
         config = make()
     except Exception as error:  # a user's file may raise any kind

@@ -19,6 +19,7 @@ from loka_jax.data.blocks import (
     Block,
     as_dates,
     element_type,
+    find_columns,
     pc,
     plain,
 )
@@ -88,11 +89,14 @@ def infer_columns(config: DataConfig) -> Inferred:
         if name in columns and columns[name].kind != "time":
             columns[name] = _Column("dense" if is_number(steps) else "of a time")
     config = _with_roles(config, columns, sources)
+    _require_numbers(table, [n for n in columns_of(config).labels if n in names], path)
     named = {*columns_of(config).labels, config.time, config.weight}
     named |= {*config.weights_of_multi.values()}
     features = ("categorical", "multi", "dense")
     given = {kind: getattr(config, kind) for kind in features}
     named |= {name for names in given.values() for name in names}
+    if not config.lists:  # whose names are those of events
+        find_columns(str(path), tuple(sorted(n for n in named if n)), [*types])
     found = defaultdict(list)
     for name, (kind, _) in columns.items():
         if name not in named:
@@ -155,6 +159,18 @@ def _with_roles(
     return dataclasses.replace(config, **roles)
 
 
+def _require_numbers(table: pa.Table, labels: list[str], path: DataFile) -> None:
+    """Raises ValueError for a label that holds text."""
+    for label in labels:
+        array = plain(table.column(label).combine_chunks())
+        values, numbers = _with_numbers(array)
+        if _is_text(array.type) and numbers is None:
+            raise ValueError(
+                f"{path} column {label!r} holds {clip(repr(values[0].as_py()))}, not a "
+                "number: write labels as 0 and 1, or name another with --data.label."
+            )
+
+
 def _transforms(
     config: DataConfig, columns: dict[str, _Column], table: pa.Table
 ) -> tuple[str, ...]:
@@ -190,25 +206,29 @@ def _look(name: str, column: pa.ChunkedArray, rows: int) -> _Column:
         return _Column("left out", "an index of pandas")
     if as_dates(array) is not None and array.null_count == 0:
         return _Column("time", "a date")
-    is_text = pa.types.is_string(array.type) or pa.types.is_large_string(array.type)
-    values, numbers = array.drop_null(), None
-    if is_text:
-        array = pc.utf8_trim_whitespace(array)
-        words = pa.array(["", *NULL_WORDS], array.type)
-        values = array.filter(pc.invert(pc.is_in(array, words))).drop_null()
-        numbers = _as_numbers(values)
-    elif _is_number(array.type):
-        numbers = values.cast(pa.float64(), safe=False)
+    values, numbers = _with_numbers(array)
     different = len(pc.unique(values))
     if different <= 1:
         return _Column("left out", "one value" if different else "no value")
     if numbers is not None:
         return _look_at_numbers(name, numbers, different)
-    if is_text and _has_bars(values):
+    if _is_text(array.type) and _has_bars(values):
         return _Column("multi", "text with |")
     if different > _OWN * len(values) and len(values) >= _LEAST:
         return _Column("left out", "a value of its own in nearly each row")
     return _Column("categorical", f"{different:,}")
+
+
+def _with_numbers(array: pa.Array) -> tuple[pa.Array, pa.Array | None]:
+    """Returns the values that are not missing, and their numbers if all are some."""
+    if not _is_text(array.type):
+        values = array.drop_null()
+        is_number = _is_number(array.type)
+        return values, values.cast(pa.float64(), safe=False) if is_number else None
+    array = pc.utf8_trim_whitespace(array)
+    words = pa.array(["", *NULL_WORDS], array.type)
+    values = array.filter(pc.invert(pc.is_in(array, words))).drop_null()
+    return values, _as_numbers(values)
 
 
 def _look_at_lists(array: pa.Array) -> _Column:
@@ -246,6 +266,10 @@ def _as_numbers(values: pa.Array) -> pa.Array | None:
         return values.filter(pc.invert(is_missing)).cast(pa.float64())
     except pa.ArrowInvalid:
         return None
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def _is_number(kind: pa.DataType) -> bool:

@@ -142,9 +142,10 @@ def existing(path: str | pathlib.Path) -> pathlib.Path:
     if not folder.is_dir():
         raise ValueError(f"{path} does not exist: there is no folder {folder} either.")
     names = sorted(entry.name for entry in folder.iterdir())
-    hint = did_you_mean(path.name, names, cutoff=0.5).strip()
-    hint = hint or f"the folder holds {listed(names) or 'nothing'}."
-    raise ValueError(f"{path} does not exist: {hint}")
+    hint = did_you_mean(path.name, names, cutoff=0.5)
+    raise ValueError(
+        f"{path} does not exist{hint}: the folder holds {listed(names) or 'nothing'}."
+    )
 
 
 def files_at(path: str) -> tuple[DataFile, ...]:

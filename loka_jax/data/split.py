@@ -223,5 +223,5 @@ def split_by_time(blocks: Iterable[Block], column: str, fraction: float) -> Spli
 
 def _shown(time: float, is_date: bool) -> str:
     if is_date:
-        return str(np.datetime64(int(time), "us"))
+        return str(np.datetime64(int(time), "us")).removesuffix(".000000")
     return clip(f"{time:.0f}" if time.is_integer() else repr(time))

@@ -199,9 +199,11 @@ class _TextFile:
             place = self.path, self.done + row.number
             if self.bad_rows.add(*place, row.actual_columns, row.expected_columns):
                 return "skip"
+            count = self.bad_rows.count
+            bad = f"{count} bad rows are" if count > 1 else "1 bad row is"
             why.append(
                 f"{place[0]} row {place[1]} has {row.actual_columns} columns, expected "
-                f"{row.expected_columns}: {self.bad_rows.count} bad rows are more than "
+                f"{row.expected_columns}: {bad} more than "
                 f"--data.max-bad-rows {self.bad_rows.limit}; correct the file or "
                 "raise the limit."
             )

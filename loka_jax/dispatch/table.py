@@ -189,11 +189,18 @@ def read(path: pathlib.Path) -> Table:
         ValueError: if the file cannot be read, or is not a valid table.
     """
     try:
-        return from_json(jsonfile.read(path, max_bytes=_MAX_BYTES))
+        value = jsonfile.read(path, max_bytes=_MAX_BYTES)
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): name another file."
+        ) from None
+    try:
+        return from_json(value)
     except ValueError as error:
-        raise ValueError(f"{path} is not a dispatch table: {error}") from None
+        raise ValueError(
+            f"{path} is not a dispatch table ({str(error).removesuffix('.')}): name "
+            "another file."
+        ) from None
 
 
 def from_json(value: Any) -> Table:

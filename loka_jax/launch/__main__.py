@@ -6,13 +6,14 @@ Exit codes: 0 done; 2 an error that the user can mend; 1 a process failed, died 
 130 or 143 stopped by Ctrl-C or SIGTERM.
 """
 
-import argparse
 import os
 import sys
+from argparse import REMAINDER
 from pathlib import Path
 
 from loka_jax.launch.job import Job, require_devices
 from loka_jax.launch.supervisor import Supervisor, describe_end
+from loka_jax.options import Parser
 from loka_jax.terminal import printable
 
 
@@ -39,7 +40,7 @@ def _job(arguments: list[str]) -> Job:
     Raises:
         ValueError: if it cannot run here, or its logs cannot be written.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m loka_jax.launch",
         description="Runs a script in several processes, one for each GPU.",
         allow_abbrev=False,
@@ -51,7 +52,7 @@ def _job(arguments: list[str]) -> Job:
     on_cpu = "runs each process on so many CPU devices, and on no GPU"
     add("--cpu-devices", type=int, metavar="N", help=on_cpu)
     add("script", help="for example experiments/train.py, or train")
-    add("arguments", nargs=argparse.REMAINDER, help="of the script")
+    add("arguments", nargs=REMAINDER, help="of the script")
     options = parser.parse_args(arguments)
     require_devices(options.processes, options.cpu_devices)
     try:

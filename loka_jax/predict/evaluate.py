@@ -12,6 +12,7 @@ is DeLong's.
 """
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from loka_jax.train.scores import Scores, by_value
 
 _Z = 1.959964  # of a 95 % interval
 _GROUPS = 20  # of the most rows, that are told apart
+_DAY = re.compile(r"\d{4}-\d\d-\d\d")
 
 
 class Evaluated(NamedTuple):
@@ -44,7 +46,8 @@ class Evaluated(NamedTuple):
             `logloss`, `ne` and `calibration`, each with `_half` its interval; None
             where there is nothing to judge by. With a column of lists that were
             ranked, `gauc` and `ndcg`, too; those of `Config.metrics` under `metrics`.
-        groups: the same of the values of the columns, those of most rows first.
+        groups: the same of the values of the columns, those of most rows first;
+            days in their order.
         irregular: values that a policy applied to, by column and kind; `oov` counts
             those without an id of their own.
     """
@@ -88,9 +91,12 @@ def evaluate_files(
     if by:
         ranked = pc.value_counts(rows.keys.combine_chunks())
         order = np.argsort(-np.asarray(ranked.field(1)), kind="stable")[:_GROUPS]
-        for key in ranked.field(0).take(pa.array(order)):
+        keys = ranked.field(0).take(pa.array(order)).to_pylist()
+        if all(map(_DAY.fullmatch, keys)):
+            keys.sort()
+        for key in keys:
             mask = np.asarray(pc.equal(rows.keys, key).combine_chunks())
-            groups[key.as_py()] = _by_task(rows.taken(mask), k, own)
+            groups[key] = _by_task(rows.taken(mask), k, own)
     return Evaluated(_by_task(rows, k, own), groups, counts.report()["columns"])
 
 

@@ -16,6 +16,7 @@ from loka_jax.data.files import find_files, reader_of, unchanged
 from loka_jax.data.filters import Filter, parse_filter
 from loka_jax.data.places import DataFile, stamp_of
 from loka_jax.data.values import Counts
+from loka_jax.options import require_folder
 from loka_jax.predict.predictor import MEANT, Predictor
 
 SCORE = "score"
@@ -90,6 +91,9 @@ def score_file(
         if not rows:
             raise ValueError(
                 f"{', '.join(paths)} has no rows to score: name a file that has some."
+                if where is None
+                else f"--data.where {where!r} takes no row of {', '.join(paths)}: "
+                "correct it, or name another file."
             )
     seconds = time.monotonic() - start
     warnings = counts.warnings("the rows")
@@ -160,8 +164,7 @@ def _check_names(
         raise ValueError(f"--out {out} must end in .parquet or .csv: rename it.")
     if os.path.lexists(out):
         raise ValueError(f"{out} exists already: remove it, or choose another --out.")
-    if not out.parent.is_dir():
-        raise ValueError(f"there is no folder {out.parent}: create it for --out.")
+    require_folder("--out", out)
     if len(set(keys)) < len(keys):
         raise ValueError(f"--data.keys {' '.join(keys)}: name each column once.")
     for name in names:

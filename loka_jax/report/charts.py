@@ -105,7 +105,7 @@ def curves(
         if is_counted:
             axes.set_xlim(0.5, max(len(line.points) for line in series) + 0.5)
         else:
-            axes.set_xlim(left=0)
+            axes.set_xlim(left=-0.01 * axes.get_xlim()[1])  # a dot at 0 is whole
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         if max(y for line in series for _, y in line.finite()) >= 10_000:
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
@@ -120,7 +120,7 @@ def scatter(title: str, series: Sequence[Series], x: str, y: str) -> list[Figure
     if not series or not can_draw():
         return []
     largest = max(max(point) for cloud in series for point in cloud.finite())
-    ends = (0.0, 1.08 * largest)
+    ends = (-0.04 * largest, 1.08 * largest)  # the two zeros have room
 
     def draw(axes) -> None:
         axes.plot(ends, ends, color=_COLORS["muted"], lw=1, ls=(0, (4, 3)))
@@ -191,8 +191,10 @@ def _draw(
         axes.grid(axis="y", color=_COLORS["line"], lw=0.8)
         draw(axes)
         for axis, is_whole in ((axes.xaxis, whole_x), (axes.yaxis, False)):
-            axis.set_major_locator(MaxNLocator(5, integer=is_whole))
+            ticks = MaxNLocator(5, integer=is_whole, min_n_ticks=1 if is_whole else 2)
+            axis.set_major_locator(ticks)
             axis.label.set_color(_COLORS["muted"])
+        axes.yaxis.labelpad = 10  # numbers grow on a phone
         axes.tick_params(length=0, pad=5, colors=_COLORS["muted"])
         file = io.StringIO()
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))

@@ -15,6 +15,7 @@ from loka_jax.report import charts
 from loka_jax.report.charts import Figure, Series
 from loka_jax.report.render import dicts, flat, items, number, real, texts, write_page
 from loka_jax.report.run_files import RunFiles, final_of, points, speed_of, thin
+from loka_jax.terminal import KIND_WORDS
 
 _FP8_WORDS = ("fp8", "e4m3", "e5m2")
 _KINDS = ("missing", "nan", "inf", "negative", "huge", "oov")  # of data values
@@ -261,8 +262,9 @@ def _tables(columns: dict[str, Any], embedding: dict[str, Any]) -> list[dict[str
         num_rows, is_own = real(facts.get("rows")), "table_of" not in facts
         row = {"column": name, "values": facts.get("values"), "rows": num_rows}
         row["parameters"] = num_rows * dim if num_rows and dim and is_own else None
-        pairs = map(texts, items(facts.get("most_frequent")))
-        row["top"] = ", ".join(" x ".join(pair) for pair in pairs)
+        pairs = (items(pair) for pair in items(facts.get("most_frequent")))
+        counted = (f"{p[0]} ({number(p[1])})" for p in pairs if len(p) == 2)
+        row["top"] = ", ".join(counted)
         rows.append(row | {"warning": facts.get("warning")})
     return rows
 
@@ -274,9 +276,11 @@ def _column_counts(name: str, split: dict[str, Any]) -> dict[str, Any]:
         for column, found in as_dict(split.get("columns")).items()
     }
     totals = {kind: sum(column[kind] for column in counts.values()) for kind in _KINDS}
+    totals = {kind: total for kind, total in totals.items() if total}
     return {
         "split": name,
-        "totals": {kind: total for kind, total in totals.items() if total},
+        "totals": totals,
+        "heads": [KIND_WORDS.get(kind, kind) for kind in totals],
         "columns": dict(list(counts.items())[:_MAX_COLUMNS]),
         "hidden": max(len(counts) - _MAX_COLUMNS, 0),
     }

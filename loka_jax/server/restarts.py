@@ -77,7 +77,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=1024)
     except OSError as error:
-        why = error.strerror or error
+        why, _, _ = (error.strerror or str(error)).partition(" (")
         raise ValueError(
             f"nothing can listen at {host}, port {port} ({why}): choose another "
             "--host or --port."

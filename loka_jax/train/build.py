@@ -31,9 +31,9 @@ from loka_jax.train.config import Config
 from loka_jax.train.mesh.devices import BATCH, mesh_of, scaled_sums
 from loka_jax.train.mesh.placement import MeshPlacement, placement_of
 from loka_jax.train.model import model_of
-from loka_jax.train.own_functions import check_functions
+from loka_jax.train.own_functions import check_functions, require_functions
 from loka_jax.train.placement import Placement
-from loka_jax.train.planning import choose_plan, resumed_plan
+from loka_jax.train.planning import choose_plan, require_readable, resumed_plan
 from loka_jax.train.processes.group import Processes, hosts
 from loka_jax.train.state import TrainState, init_without_tables
 from loka_jax.train.step import TrainStep, compiled_eval_step, make_train_step
@@ -254,14 +254,18 @@ def build(
     Raises:
         ValueError: one sentence with the option or file and the remedy.
     """
+    loop = config.loop
+    # What needs no data first: these can take long.
+    mesh = mesh_of(config.mesh, loop.batch_size, loop.microbatches)
+    own = config.optim.loss, config.metrics
+    require_functions(*own)
+    if saved is None:
+        require_readable(config)
     splits = open_data(config.data, seed=config.seed, base=base)
     splits = splits.crossed(config.embedding.crosses)
-    loop = config.loop
-    mesh = mesh_of(config.mesh, loop.batch_size, loop.microbatches)
     _check_log(config, mesh)
     devices = 1 if mesh is None else mesh.size
     model = model_of(config, splits.train.schema, devices)
-    own = config.optim.loss, config.metrics
     check_functions(*own, tasks=len(splits.train.schema.labels))
     placement = placement_of(
         *(mesh, config.mesh, model.tables, config.embedding.implementation),

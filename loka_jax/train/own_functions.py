@@ -51,6 +51,12 @@ def metrics_of(entries: tuple[str, ...]) -> Metrics:
     return found
 
 
+def require_functions(loss: str | None, metrics: tuple[str, ...]) -> None:
+    """Raises ValueError if a loss or a metric cannot be found; calls none."""
+    loss_of(loss)
+    metrics_of(metrics)
+
+
 def check_functions(loss: str | None, metrics: tuple[str, ...], tasks: int) -> None:
     """Tries a loss and metrics on a few rows.
 

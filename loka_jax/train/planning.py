@@ -349,6 +349,12 @@ def _file(config: Config) -> pathlib.Path | None:
     return path
 
 
+def require_readable(config: Config) -> None:
+    """Raises ValueError if `--plan` names a file that holds no JSON."""
+    if (path := _file(config)) is not None:
+        _is_plan(path)
+
+
 def _known(config: Config) -> Local:
     """Returns what is known of the times here, without measuring any."""
     if config.plan == OFF:

@@ -155,6 +155,7 @@ class Page:
         assert doctype == "<!doctype html>"
         self.root = ElementTree.fromstring(rest)
         self.text = text(self.root.find("body"))
+        assert_fits(self.root)
         tiles = [
             [text(element) for element in tile if element.get("class") != "bar"]
             for tile in self.root.findall(".//div[@class='tile']")
@@ -183,6 +184,14 @@ class Page:
         """Returns the widths of all bars."""
         bars = self.root.findall(".//span[@class='bar']/span")
         return [bar.get("style").removeprefix("width:") for bar in bars]
+
+
+def assert_fits(root):
+    """Fails if a table could make a page wider than its window, or a chart is bare."""
+    for parent in root.iter():
+        for child in parent:
+            assert child.tag != "table" or parent.get("class") == "scroll"
+            assert child.tag != "figure" or child[0].tag == "figcaption"
 
 
 def text(element):

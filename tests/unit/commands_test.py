@@ -30,7 +30,8 @@ def test_the_help_lists_every_command_and_an_unknown_one_is_refused(capsys):
     assert all(f"\n  {name} " in out for name in commands.names())
     code, out, err = run(capsys, "trian", "--config", "fp8_dlrm")
     assert (code, out) == (2, "")
-    assert err.startswith("error: there is no command 'trian': did you mean 'train'? ")
+    said = "error: there is no command 'trian' (did you mean 'train'?): "
+    assert err.startswith(said)
     assert run(capsys)[0] == 2
 
 

@@ -104,7 +104,7 @@ def test_a_run_tells_its_sites_and_report(tmp_path, monkeypatch):
 
 def test_what_is_wrong_is_one_sentence(fitted):
     for options, why in (
-        ({"settings": {"loop.epoch": 3}}, "no option 'loop.epoch': did you mean"),
+        ({"settings": {"loop.epoch": 3}}, "no option 'loop.epoch' .did you mean"),
         ({"model": "dlrn"}, "the model 'dlrn' must be one of dlrm, dcnv2"),
         ({"label": "nothing"}, "no column is named 'nothing'"),
     ):

@@ -181,7 +181,7 @@ def test_a_value_is_of_its_type_or_refused_by_place():
         r"size is wrong \(Expected int, got bool\): correct it\.": {"size": True},
         r"it is wrong \(Object missing required field size\)": {},
         r"kind is wrong .*: use one of a, b\.": {"size": 1, "kind": "c"},
-        r"sice is no .* mean 'size'\? rename or": {"size": 1, "sice": 2},
+        r"sice is no .* mean 'size'\?\): rename or": {"size": 1, "sice": 2},
         "--size must be at most 9": {"size": 10},
         r"path is wrong \(Expected str, got int\)": {"size": 1, "path": 3},
         r"share is wrong \(Number out of range": {"size": 1, "share": 10**400},

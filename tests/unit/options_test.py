@@ -12,9 +12,9 @@ def test_messages_name_the_option_its_value_and_what_is_near():
     with pytest.raises(ValueError, match=r"^--seed 3 must be even\.$"):
         require(False, "--seed", 3, "even")
     names = ("lr", "rows_lr", "momentum")
-    assert did_you_mean("momentun", names) == "did you mean 'momentum'? "
+    assert did_you_mean("momentun", names) == " (did you mean 'momentum'?)"
     assert did_you_mean("decay", names) == ""
-    assert did_you_mean("rows", names) == "did you mean 'rows_lr'? "
+    assert did_you_mean("rows", names) == " (did you mean 'rows_lr'?)"
     assert did_you_mean("rows", names, cutoff=0.8) == ""
 
 

@@ -199,6 +199,8 @@ def read_run(workdir: Path) -> RunFiles:
     Raises:
         ValueError: if there is no run in `workdir`.
     """
+    if workdir.is_file():
+        raise ValueError(f"{workdir} is a file: give the --workdir of a run.")
     notes: list[str] = []
 
     def read[T: (dict, list)](name: str, kind: type[T]) -> T:

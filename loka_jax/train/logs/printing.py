@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from loka_jax.dispatch.printing import plain, print_table
+from loka_jax.terminal import KIND_WORDS
 
 _MAX_COLUMNS = 40  # categorical columns in a table
 
@@ -42,7 +43,7 @@ def print_data(console: Console, report: dict):
     for note in report.get("notes", ()):
         console.print(plain(note))
     counts = [
-        f"{count:,} {kind}{_where(report, kind)}"
+        f"{count:,} {KIND_WORDS.get(kind, kind)}{_where(report, kind)}"
         for kind, count in report.get("totals", {}).items()
         if count
     ]
@@ -54,14 +55,14 @@ def print_data(console: Console, report: dict):
 
 
 def _where(report: dict, kind: str, limit: int = 5) -> str:
-    """Returns the columns with most values of a kind, as " in price 7, age 2"."""
+    """Returns the columns with most values of a kind, as " (price 7, age 2)"."""
     found: Counter[str] = Counter()
     for split in report.get("splits", {}).values():
         for column, counts in split.get("columns", {}).items():
             found[column] += counts.get(kind, 0)
     columns = [f"{name} {count:,}" for name, count in (+found).most_common()]
     more = f" and {len(columns) - limit} more" if len(columns) > limit else ""
-    return f" in {', '.join(columns[:limit])}{more}" if columns else ""
+    return f" ({', '.join(columns[:limit])}{more})" if columns else ""
 
 
 def print_columns(console: Console, report: dict[str, Any], dims: Mapping[str, int]):

@@ -118,6 +118,7 @@ def test_a_validation_file_needs_no_time(tmp_path):
             "click, buy may be the label: name it with --data.label",
         ),
         ({"label": CLICK, "same": COLUMNS["same"]}, "has no column for the model"),
+        ({"label": COLUMNS["user"], "age": CLICK}, "not a number: write labels as 0"),
     ],
 )
 def test_what_cannot_be_inferred_is_said(tmp_path, columns, said):

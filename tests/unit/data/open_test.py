@@ -170,9 +170,9 @@ def touch(folder, *files):
 @pytest.mark.parametrize(
     ("name", "options", "why"),
     [
-        ("clicks_2042.csv", {}, "2042.csv does not exist: did you mean 'clicks_"),
+        ("clicks_2042.csv", {}, "2042.csv does not exist .did you mean 'clicks_"),
         ("no/a.csv", {}, "there is no folder"),
-        ("clicks.csv", {"valid": "valdi.csv"}, "valdi.csv .* did you mean 'valid.csv"),
+        ("clicks.csv", {"valid": "valdi.csv"}, "valdi.csv .* .did you mean 'valid.csv"),
         ("*.tsv", {}, "there is no file at "),
         ("", {}, "no data file .* only clicks.csv, clicks_2024.csv, valid"),
     ],

@@ -161,7 +161,7 @@ def test_dates_are_ordered_as_dates_in_text_and_parquet(tmp_path):
     times = [f"2024-0{month}-28 14:00:00" for month in (3, 1, 5, 2, 4)]
     train, valid, rule = split_rows(tmp_path, times, valid_fraction=0.4)
     assert (train, valid) == ([0, 1, 3], [2, 4])
-    assert "those from 2024-04-28T14:00:00.000000 on" in rule
+    assert "those from 2024-04-28T14:00:00 on" in rule
     columns = {"click": [0, 1, 0, 1, 1], "row": range(5), "user": list("abcab")}
     stamps = pa.array([np.datetime64(time) for time in times])
     path = tmp_path / "clicks.parquet"

@@ -31,10 +31,13 @@ CSV += ["user", "--data.dense", "age"]
 @pytest.mark.parametrize(
     "line, said",
     [
-        ("--config --seed 3", "--config NAME is missing: use one of assistments_"),
-        ("TINY --optm.lr 1", "no option --optm.lr: did you mean --optim"),
+        ("--config --seed 3", "--config NAME is missing: use one of the above; or"),
+        ("TINY --optm.lr 1", "no option --optm.lr (did you mean --optim"),
         ("TINY --norm layer rms", "'rms' belongs to no option"),
-        ("TINY --loop.batch-size 1.5", "--loop.batch-size: invalid literal for int()"),
+        (
+            "TINY --loop.batch-size 1.5",
+            "--loop.batch-size takes INT, not '1.5'; see ",
+        ),
         ("TINY --optim.lr nan", "--optim.lr nan must lie between"),
         ("TINY --recipe fp8_rowise", "did you mean 'fp8_rowwise'?"),
         ("TINY --require-gpu", "--require-gpu was given, but JAX found"),
@@ -142,7 +145,7 @@ def test_a_configuration_may_be_a_function_in_the_users_file(run, tmp_path):
     assert cli.parse(line) == expected
     (tmp_path / "wrong.py").write_text("x = 1\ndef f(:\n")
     for name, said in (
-        ("own.py:my_dlmr", "did you mean 'my_dlrm'? There are my_dlrm, none, bug"),
+        ("own.py:my_dlmr", "(did you mean 'my_dlrm'?): there are my_dlrm, none, bug"),
         ("own.py:", "own.py:FUNCTION must name a function"),
         ("own.py:none", "own.py:none returned a NoneType"),
         ("own.py:bug", "own.py, line 13: ZeroDivisionError: division by zero"),

@@ -52,7 +52,8 @@ def test_a_page_shows_all_rows_groups_and_importance(page_of):
     assert "evaluate.py --workdir /" in page.text and "mine on" in page.text
     assert page.tiles["AUC"] == ("0.75123", "± 0.01000")
     assert page.tiles["NDCG@5"] == ("0.60000", "")
-    _, every, row, _, important = page.rows("By country")
+    _, every, row = page.rows("By country")
+    _, important = page.rows("Importance of columns")
     assert every[:4] == ["all", "1,200", "300", "0.75123 ± 0.01000"]
     assert row[:4] == [HOSTILE, "3", "0", "n/a"] and row[-2] == "0.70000"
     assert important == ["user", "+0.05000 ± 0.00100"]
@@ -62,6 +63,7 @@ def test_labels_are_named_if_there_are_several_and_nothing_else_is_shown(page_of
     page = page_of({"click": NUMBERS, "buy": NONE}, {})
     assert page.tiles["AUC of click"][0] == "0.75123"
     assert page.rows("All rows")[2][:2] == ["all of buy", "3"]
+    assert "300 of label 1 (click) 0 of label 1 (buy)" in page.text
     assert "By " not in page.text and "Importance" not in page.text
 
 

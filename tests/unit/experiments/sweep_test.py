@@ -40,7 +40,7 @@ def test_an_option_is_drawn_as_its_entry_and_its_kind_say():
 @pytest.mark.parametrize(
     ("space", "said"),
     [
-        (["optim.lrr=1:2"], "there is no option 'optim.lrr': did you mean 'optim.lr'"),
+        (["optim.lrr=1:2"], "there is no option 'optim.lrr' (did you mean 'optim.lr'"),
         (["optim.lr=0:1:log"], "with LOW < HIGH, above 0 for a logarithm"),
         (["optim.lr=1:0.1"], "'optim.lr=1:0.1' must be OPTION=LOW:HIGH"),
         (["optim.lr=1:2:lin"], "must be OPTION=LOW:HIGH"),

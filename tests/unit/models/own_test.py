@@ -107,7 +107,7 @@ class Local(linen.Module):
     "model, why",
     [
         ("nowhere:Net", "'nowhere:Net' cannot be imported .ModuleNotFoundError"),
-        (f"{HERE}:Plian", "is no Flax module, .*: did you mean 'Plain'"),
+        (f"{HERE}:Plian", "is no Flax module, .* .did you mean 'Plain'"),
         (f"{HERE}:NoModel", "is no Flax module"),
         (3, "the model is a int, and must be a name"),
         (Remembering(), "does not keep what it was made with: give its class, or"),

@@ -98,16 +98,16 @@ def test_the_page_tells_sites_plan_data_and_command(page):
     assert scales[1].endswith("2 −8 → 2 −1")
     assert page.rows("Data") == [
         ["column", "values", "table rows", "parameters", "most frequent values"],
-        ["C1", "90", "100", "800", "a x 30, b x 2"],  # its own 8 columns
+        ["C1", "90", "100", "800", "a (30), b (2)"],  # its own 8 columns
         ["C2", "70", "50", "800", ""],
         ["C3", "11", "100", "n/a", ""],  # the table is that of C1
-        ["column", "missing", "oov"],
+        ["column", "missing", "not in the vocabulary"],
         *[["I1", "7", "0"], ["C1", "0", "4,321"]],
         *[["column", "nan"], ["I1", "2"]],
         *[["file", "row", "reason"], ["a.tsv", "9", "short"]],
     ]
     for said in (
-        "7 missing, 4,321 oov",
+        "7 missing, 4,321 not in the vocabulary",
         "Split rule: by hash. Weighted by <w>.",
         "train examples 2,000 test examples 300",
         "C2 has few rows",
@@ -150,6 +150,12 @@ def test_days_and_labels_have_their_own_numbers(page_of):
     assert "Of 77 examples of the final evaluation" in page.text
     note = "log loss 0.30000, NE 0.90000, calibration n/a"
     assert page.tiles["AUC, buy"] == ("0.60000", note)
+    assert "Calibration, test" not in page.tiles  # each label has its own
+
+
+def test_days_are_whole():
+    (one,) = charts.curves("NE", [charts.Series("a", [(1, 0.9)], "second")], x="day")
+    assert re.findall(r"<text[^>]*>([^<]*)", one.svg)[0] == "1"
 
 
 def test_own_metrics_importance_and_a_calibration_are_shown(page_of):

@@ -112,7 +112,7 @@ def test_without_times_the_safe_candidate_of_least_error_is_the_best(page_of):
     for name, real in (("a", 0.01), ("b", 0.02)):  # the learned draws decide
         fwd[name]["errors"]["normal"]["relative_l2"]["mean"] = real
     page = page_of(SURVEY | {"sites": [one]})
-    assert page.tiles["Safe and fast"] == ("n/a", "no GPU to time them on")
+    assert page.tiles["Safe and fast"] == ("n/a", "nothing was timed")
     _, row, _ = page.rows("Where FP8 is safe and fast")
     assert row[2:4] == ["safe b relative L2 0.03", "–"]
 

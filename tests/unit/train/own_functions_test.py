@@ -56,7 +56,7 @@ def test_metrics_see_probabilities_of_rows_that_count():
     [
         (f"{HERE}:mean", (), r"own_functions:mean of .*\(4, 2\) gives \(\): let it"),
         (f"{HERE}:brier", (), "gives TracerArrayConversionError.*by operations of jax"),
-        (f"{HERE}:focla", (), "^the loss '.*' is no function: did you mean 'focal'"),
+        (f"{HERE}:focla", (), "^the loss '.*' is no function .did you mean 'focal'"),
         (None, ("brier",), "--metrics brier must be NAME=module:function"),
         (None, (f"b={HERE}:broken",), "the metric b fails on 4 rows .KeyError"),
         (None, (f"b={HERE}:nothing",), "the metric b .* is no function"),

@@ -53,8 +53,8 @@ def test_irregular_values_are_told_by_column():
     report["splits"]["valid"] = {"columns": {"c0": {"oov": 1}}}
     text = printed(lambda console: printing.print_data(console, report))
     assert text.splitlines()[1] == (
-        "Irregular values, handled as configured: 29 oov in c6 7, c5 6, c4 5, c3 4, "
-        "c2 3 and 2 more; 1 nan in c3 1; 2 bad rows."
+        "Irregular values, handled as configured: 29 not in the vocabulary (c6 7, "
+        "c5 6, c4 5, c3 4, c2 3 and 2 more); 1 nan (c3 1); 2 bad rows."
     )
 
 
