@@ -80,16 +80,16 @@ def main(arguments: Arguments) -> None:
                 results.write(arguments.out, result)
         cases = itertools.product(range(arguments.seeds), names, arguments.recipes)
         for seed, name, recipe in results.in_time(cases, result, arguments):
-            runs = result["logs"][name]["runs"].setdefault(recipe, {})
-            if str(seed) in runs:
-                continue
-            extra = [f"--data.{k}={v}" for k, v in options[name].items()]
-            extra += ["--model", arguments.model]
-            summary = train_once("table", recipe, seed, extra)
-            runs[str(seed)] = _kept(summary)
-            ne = runs[str(seed)]["ne"]
-            against = result["logs"][name]["regression_ne"]
-            print(f"{name} {recipe} {seed}: NE {ne:.5f}; {against:.5f}", flush=True)
+            log = result["logs"][name]
+            runs = log["runs"].setdefault(recipe, {})
+            if str(seed) not in runs:
+                extra = [f"--data.{k}={v}" for k, v in options[name].items()]
+                extra += ["--model", arguments.model]
+                runs[str(seed)] = _kept(train_once("table", recipe, seed, extra))
+                ne, against = runs[str(seed)]["ne"], log["regression_ne"]
+                print(f"{name} {recipe} {seed}: NE {ne:.5f}; {against:.5f}", flush=True)
+            arms = log.setdefault("arms", {})
+            arms[recipe] = {"ne": describe([run["ne"] for run in runs.values()])}
     _print(result)
 
 
@@ -249,11 +249,7 @@ def _mixed(codes: np.ndarray, salt: int) -> np.ndarray:
 def _print(result: dict[str, Any]) -> None:
     """Prints NE of each log and arm, mean and deviation over seeds."""
     for name, log in result["logs"].items():
-        arms = {
-            recipe: describe([run["ne"] for run in runs.values()])
-            for recipe, runs in log["runs"].items()
-        }
-        print(name, f"regression {log['regression_ne']:.5f}", arms, log["best_ne"])
+        print(name, f"regression {log['regression_ne']:.5f}", log.get("arms"))
 
 
 if __name__ == "__main__":
