@@ -14,7 +14,7 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -136,7 +136,7 @@ def fit(
             own[f"data.{name}"] = as_files(rows)
     if label is not None:
         name = "data.label" if isinstance(label, str) else "data.labels"
-        own[name] = label if isinstance(label, str) else tuple(label)
+        own[name] = label
     if loss is not None:
         own["optim.loss"] = _kept("the loss", loss)
     if metrics is not None:
@@ -164,10 +164,10 @@ def changed(config: Config, settings: Mapping[str, Any]) -> Config:
     """Returns a configuration with other values of options.
 
     Raises:
-        ValueError: for a name that is no option.
+        ValueError: for a name that is no option, or a value of another type.
     """
     for name, value in settings.items():
-        config = _with(config, field_of(config, name).split("."), value)
+        config = _with(config, name, field_of(config, name).split("."), value)
     return config
 
 
@@ -195,9 +195,15 @@ def _names(owner: Any, group: str | None = None) -> list[str]:
     return [field.name for field in dataclasses.fields(owner)]
 
 
-def _with(owner: Any, parts: list[str], value: Any) -> Any:
+def _with(owner: Any, option: str, parts: list[str], value: Any) -> Any:
     name, *rest = parts
-    value = _with(getattr(owner, name), rest, value) if rest else value
+    if rest:
+        value = _with(getattr(owner, name), option, rest, value)
+    elif not dataclasses.is_dataclass(value):
+        try:
+            value = jsonfile.typed(value, get_type_hints(type(owner))[name])
+        except ValueError as error:
+            raise ValueError(f"the option {option!r}: {error}") from None
     return dataclasses.replace(owner, **{name: value})
 
 

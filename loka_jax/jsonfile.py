@@ -145,14 +145,14 @@ def typed[T](value: object, kind: type[T] | types.GenericAlias) -> T:
 
 
 def _path(kind: type, value: Any) -> Any:
-    if isinstance(value, str):
+    if isinstance(value, str | kind):
         return kind(value)
     raise TypeError(f"Expected str, got {type(value).__name__}")
 
 
 def _use_one_of(kind: Any, names: Sequence[str]) -> str:
     """Returns what a field of nested dataclasses may be, if that are a few texts."""
-    for name in names:
+    for name in filter(None, names):
         hints = get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
         kind = hints.get(name)
     literals = [x for x in (kind, *get_args(kind)) if get_origin(x) is Literal]

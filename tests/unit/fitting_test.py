@@ -107,6 +107,12 @@ def test_what_is_wrong_is_one_sentence(fitted):
         ({"settings": {"loop.epoch": 3}}, "no option 'loop.epoch' .did you mean"),
         ({"model": "dlrn"}, "the model 'dlrn' must be one of dlrm, dcnv2"),
         ({"label": "nothing"}, "no column is named 'nothing'"),
+        ({"label": 3}, "'data.labels': it is wrong .Expected array, got int"),
+        ({"settings": {"optim.lr": "high"}}, "'optim.lr': .*Expected float, got str"),
+        ({"settings": {"loop.batch_size": 2.5}}, "Expected int, got float"),
+        ({"settings": {"data.dense": "price"}}, "'data.dense': .* got str"),
+        ({"settings": {"norm": "layers"}}, "'norm': .* use one of none, layer, rms"),
+        ({"settings": {"optim": 3}}, "'optim': .*Expected object, got int"),
     ):
         with pytest.raises(ValueError, match=why):
             fitted(ROWS, **options)
