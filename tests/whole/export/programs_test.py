@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
+from loka_jax import nn
 from loka_jax.data import transforms
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.first_use import CheckedPlan
@@ -87,7 +88,8 @@ def test_a_program_with_kernels_names_their_gpu(monkeypatch, kernels, capability
     monkeypatch.setattr(programs, "export_function", lambda *_: (exported, ready))
     trained, weights = blank_dlrm(), []
     runs = {"site": "pallas"}
-    form = programs.Form("cuda", 16, trained.config.model, HOPPER, runs, {"a": "b"})
+    model = nn.Planned(trained.config.model)
+    form = programs.Form("cuda", 16, model, HOPPER, runs, {"a": "b"})
     encoding = Encoding(*inputs_as_given(trained.schema), transforms)
     program = programs.make_program(trained, form, encoding, weights)
     assert program.content == b"program" and len(weights) == 2

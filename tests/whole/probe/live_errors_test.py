@@ -19,7 +19,7 @@ NAMES = (DELAYED, "fp8_rowwise", "fp8_tensorwise/bf16/bf16")
 WEIGHT, SQUARES, MEAN, SQUARE = range(4)  # places in the sums
 NONE_YET = (0.0, 0.0, 0.0)
 
-_merge = jax.jit(live_errors.merge)
+_merge = jax.jit(live_errors.merge, static_argnames="decay")
 
 
 @functools.partial(jax.jit, static_argnames="names")
@@ -100,7 +100,7 @@ def test_small_products_are_measured_whole(scales):
 
 def test_a_delayed_scale_leaves_headroom_before_it_is_stored():
     arrays = np.float32([448.0, 896.0, 1792.0])[:, None, None]
-    operands = operands_of(*arrays)
+    operands = operands_of(*map(jnp.asarray, arrays))
     for name, factor in (("fp8_tensorwise", 1), (DELAYED, 2)):
         pairs = ("fwd", arrays[:2], (1, 2)), ("dlhs", arrays[[2, 1]], (4, 2))
         for role, pair, amaxes in pairs:
