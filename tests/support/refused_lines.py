@@ -15,6 +15,7 @@ import pathlib
 import shlex
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -250,6 +251,8 @@ def folder() -> Iterator[pathlib.Path]:
         cache = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(mock.patch.dict(os.environ, XDG_CACHE_HOME=cache))
         stack.enter_context(contextlib.chdir(path))
+        # A line imports own.py.
+        stack.enter_context(mock.patch.object(sys, "dont_write_bytecode", True))
         with contextlib.suppress(OSError):  # another process has it
             stack.enter_context(socket.create_server(("127.0.0.1", 8000)))
         write_files(pathlib.Path(path))
