@@ -28,7 +28,7 @@ from loka_jax.data.unfold import unfolded
 from loka_jax.data.values import MAX_DENSE, Counts, is_positive
 from loka_jax.terminal import clip
 
-PENDING_BYTES = 1 << 28  # of raw rows that are encoded together
+PENDING_BYTES = 1 << 26  # of raw rows that are encoded together; more is no faster
 
 
 def convert(
