@@ -97,6 +97,23 @@ SERVING = {
             ),
         },
     ),
+    "many_files": Table(
+        file="many_files_cpu",
+        first="what reads the rows",
+        rows="pyarrow alone, every column = pyarrow alone; "
+        "a first run: vocabularies, shards = vocabularies and shards; "
+        "each epoch, in shuffled batches = an epoch of batches",
+        columns=numbers(
+            "cases.files=$,way={0}.rows_per_second",
+            "rows a second of 15 files = 15; of 60 files = 60",
+        )
+        | {
+            f"largest memory, GB, {files}": number(
+                f"cases.files={files},way={{0}}.memory_bytes", 2, 1e9
+            )
+            for files in (15, 60)
+        },
+    ),
     "load": Table(
         file="load_cpu",
         first="requests a second",
