@@ -43,7 +43,7 @@ _SEQUENCES = 1 << 8  # likewise, with their histories
 _L2 = (100.0, 30.0, 10.0, 3.0, 1.0, 0.3)
 _DENSE_L2 = 1.0
 _LEAST_L2, _MOST_L2 = 1e-2, 1e6
-_ROUNDS = 12  # after which the L2 of fields hardly change
+_ROUNDS = 12  # after which the loss hardly changes: L2s without evidence still grow
 _ERRORS = 2.0  # standard errors of a mean difference, above which it is clear
 _ITERATIONS = 100
 
@@ -247,6 +247,8 @@ class _Fit:
         self._features = sparse.hstack([dense, one_hot], format="csr")
         self._transposed = self._features.T.tocsr()
         self._squares = self._transposed.power(2)
+        squares = np.append(self._weights.sum(), self._squares @ self._weights)
+        self._diagonal = self.mean * (1 - self.mean) * squares  # at the mean label
         num_weights = self._num_dense + len(self._used)
         self._solution = np.append(logit(self.mean), np.zeros(num_weights))
         starts = np.unique(tables.offsets)  # fields that share a table are one
@@ -257,9 +259,8 @@ class _Fit:
     def at(self, by_field: Float[np.ndarray, "F"]) -> Regression:
         """Returns the regression of L2s, from where the last one ended."""
         l2 = self._by_weight(by_field)
-        # The Hessian's diagonal at the mean; scaled by it, a few iterations are enough.
-        squares = np.append(self._weights.sum(), self._squares @ self._weights)
-        scale = 1 / np.sqrt(self.mean * (1 - self.mean) * squares + np.append(1.0, l2))
+        # Scaled by the Hessian's diagonal, a few iterations are enough.
+        scale = 1 / np.sqrt(self._diagonal + np.append(1.0, l2))
         found = minimize(
             self._loss,
             self._solution / scale,
