@@ -220,7 +220,7 @@ def run_cli(command: Callable[[], int]) -> int:
         )
     except KeyboardInterrupt:
         return 130
-    except Exception as error:
+    except Exception as error:  # its own kind is imported only where one was raised
         from loka_jax.train.watch.guard import TrainingFailed  # a second of imports
 
         if not isinstance(error, TrainingFailed):

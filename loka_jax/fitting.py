@@ -257,7 +257,7 @@ def as_files(data: Any) -> str | tuple[str, ...]:
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
         try:
             _write(_tables(data), file)
-        except BaseException:
+        except BaseException:  # even Ctrl-C must leave no part of a file
             os.unlink(file.name)
             raise
     digest = hashlib.sha256()

@@ -132,7 +132,7 @@ class Metrics:
         except web.HTTPException as error:
             self.requests.labels(str(error.status)).inc()
             raise
-        except Exception:
+        except Exception:  # is counted, and goes on to the server
             self.requests.labels("500").inc()
             raise
         if request.path == "/score":

@@ -258,7 +258,7 @@ class Checkpoints(contextlib.AbstractContextManager):
                     self._remove_old()
                 orbax_files.meet(self._processes, "saved")
                 return
-            except Exception as error:
+            except Exception as error:  # of Orbax, or of any file system
                 reason = one_line(error)
                 if not retries_left:
                     raise OSError(
