@@ -12,8 +12,8 @@ whatever the training rows: a sample of them is used.
 
 A user's weight wants another L2 than that of an hour. Those of the largest evidence,
 the probability of the labels under weights drawn with variances 1 / l_f, are fixed
-points (MacKay, "Bayesian Interpolation", 1992, eq. 32; here with the diagonal h of the
-loss's Hessian):
+points (MacKay, "Bayesian Interpolation", 1992: 2 alpha E_W = gamma; here with the
+diagonal h of the loss's Hessian):
 
     l_f = gamma_f / ||w_f||^2,   gamma_f = sum_j h_j / (h_j + l_f)
 
