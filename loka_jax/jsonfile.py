@@ -16,7 +16,6 @@ import math
 import os
 import reprlib
 import stat
-import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args, get_origin, get_type_hints
@@ -120,7 +119,7 @@ def read(path: Path, *, max_bytes: int = MAX_BYTES) -> object:
         ) from None
 
 
-def typed[T](value: object, kind: type[T] | types.GenericAlias) -> T:
+def typed[T](value: object, kind: type[T] | Any) -> T:
     """Returns a JSON value as one of a type, such as a dataclass.
 
     An integer serves as any number, a text as a path; `true` is no number. A field that
