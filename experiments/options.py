@@ -206,13 +206,15 @@ def option_names(default: Any, prefix: str = "") -> list[str]:
     names = []
     for field in dataclasses.fields(default):
         value = getattr(default, field.name, field.type)
-        hidden = tyro.conf.Suppress in getattr(field.type, "__metadata__", ())
-        if hidden or field.name in _OF_FLAX:
+        marks = getattr(field.type, "__metadata__", ())
+        if tyro.conf.Suppress in marks or field.name in _OF_FLAX:
             continue
-        if dataclasses.is_dataclass(value):
-            names += option_names(value, f"{prefix}{field.name}.")
-        else:
+        if not dataclasses.is_dataclass(value):
             names.append(option_of(f"{prefix}{field.name}"))
+        elif any(getattr(mark, "name", None) == "" for mark in marks):
+            names += option_names(value, prefix)
+        else:
+            names += option_names(value, f"{prefix}{field.name}.")
     return names
 
 

@@ -33,6 +33,7 @@ CSV += ["user", "--data.dense", "age"]
     [
         ("--config --seed 3", "--config NAME is missing: use one of the above; or"),
         ("TINY --optm.lr 1", "no option --optm.lr (did you mean --optim"),
+        ("TINY --run.dry-run", "no option --run.dry-run (did you mean --dry-run?)"),
         ("TINY --norm layer rms", "'rms' belongs to no option"),
         (
             "TINY --loop.batch-size 1.5",
