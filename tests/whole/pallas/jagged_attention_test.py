@@ -110,8 +110,8 @@ def test_all_configs_are_right(config, interpret):
 @pytest.fixture
 def small_check(interpret, monkeypatch):
     """Returns the check of a family on one case, interpreted."""
-    plan_of = functools.partial(AttentionPlan, interpret=interpret)
-    monkeypatch.setattr(family_pallas, "AttentionPlan", plan_of)
+    plan = AttentionPlan(None, interpret=interpret)
+    monkeypatch.setattr(family_pallas, "_BY_KERNEL", plan)
     monkeypatch.setattr(family_pallas, "_EXAMPLES", 3)
     monkeypatch.setattr(family_pallas, "_LONGEST", 100)
 
