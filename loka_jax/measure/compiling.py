@@ -1,6 +1,7 @@
 """Compiles many small programs at a time, and keeps the errors of those that fail."""
 
 import concurrent.futures
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -90,11 +91,21 @@ class Ahead:
         The first call waits for the job, and raises what that has met. Arrays that are
         donated meanwhile keep their types.
         """
+        return self._job(lambda: self.lower(*arguments).compile())
+
+    def lowered(self, *arguments: Any) -> Callable[[], None]:
+        """Returns a job that compiles the function, which this call has lowered."""
+        try:
+            return self._job(self.lower(*arguments).compile)
+        except Exception as error:  # a kernel's compiler may raise any kind
+            return self._job(functools.partial(_raise, error))
+
+    def _job(self, compiled: Callable[[], Any]) -> Callable[[], None]:
         self._compiling = future = concurrent.futures.Future()
 
         def compile_it():
             try:
-                future.set_result(self.lower(*arguments).compile())
+                future.set_result(compiled())
             except BaseException as error:  # a compiler may raise any kind
                 future.set_exception(error)
 
@@ -112,6 +123,10 @@ class Ahead:
     def lower(self, *arguments: Any) -> Any:
         """Returns the function lowered for such arguments."""
         return self._function.lower(*arguments)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 class Abstract(NamedTuple):

@@ -1,15 +1,22 @@
-"""Makes what a run may need next, in a thread, while it trains on one device.
+"""Makes what a run may need next, in threads, while it trains on one device.
+
+Before its first step:
+
+    first      compiles what the first steps of a plan in FP8 run
+
+After it, one after another, as Python traces them, which slows the loop's own steps:
 
     probe      compiles what Probe learns of the sites by
+    look       compiles a look at the operands of sites in FP8
     hope       checks the kernels of the plan that the first review is to choose
-    steps      compiles the steps of this plan
+    steps      compiles the steps of this plan, and its looks
 
-One after another, as Python traces them, which slows the loop's own steps. The loop
-waits for a program that it needs before the thread has it.
+The loop waits for a program that it needs before a thread has it.
 """
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -17,21 +24,57 @@ from loka_jax.data import Batch
 from loka_jax.train.build import Run
 from loka_jax.train.observe import probe_step
 from loka_jax.train.state import TrainState
+from loka_jax.train.step import scales_initialized
+from loka_jax.train.watch.host_state import Progress
+from loka_jax.train.watch.looks import look_step, watched
 
 
-def make_ahead(run: Run, state: TrainState, batch: Batch) -> None:
+def make_first(run: Run, state: TrainState, progress: Progress, batch: Batch) -> None:
+    """Compiles what the first steps of a plan with delayed scales run, side by side.
+
+    All is lowered before, as a Mosaic kernel must not be beside a compilation. A CPU
+    compiles them as they are needed: it has no cores to spare.
+    """
+    is_delayed = run.planned.is_delayed and not scales_initialized(state)
+    if not (is_delayed and _can(run)) or jax.default_backend() == "cpu":
+        return
+    probe = run.config.probe.config_at(progress.step)
+    first: Any = run.train_step() if probe is None else probe_step(run, probe)
+    jobs = [first.lowered(state, batch)]
+    for steps in run.config.loop.calls:
+        step = run.train_step(scales_initialized=True, steps=steps)
+        jobs.append(step.lowered(state, *[batch] * steps))
+    for job in jobs:
+        _begin([job])
+
+
+def make_ahead(run: Run, state: TrainState, progress: Progress, batch: Batch) -> None:
     """Begins with it, if the run has a use for it; of the arrays types are read."""
-    config, probe = run.config, run.config.probe.first()
-    # Batches of an event log are of several sizes.
-    if probe is None or run.placement.size > 1 or config.data.is_log:
+    if not _can(run):
         return
-    observe = probe_step(run, probe)
-    jobs = [] if observe.has_run else [observe.ahead(state, batch)]
-    if run.hope is None:
-        _begin(jobs)
-        return
-    run.hope.is_ready.clear()
-    _begin([*jobs, lambda: _make_hoped(run, batch)])
+    probe = run.config.probe.first()
+    observe = None if probe is None else probe_step(run, probe)
+    jobs = [] if observe is None or observe.has_run else [observe.ahead(state, batch)]
+    jobs += _look(run, state, progress, batch)
+    if run.hope is not None:
+        run.hope.is_ready.clear()
+        jobs.append(lambda: _make_hoped(run, progress, batch))
+    _begin(jobs)
+
+
+def _can(run: Run) -> bool:
+    """Returns whether a run has one device, and batches of one size."""
+    return run.placement.size == 1 and not run.config.data.is_log
+
+
+def _look(
+    run: Run, state: TrainState, progress: Progress, batch: Batch
+) -> list[Callable[[], None]]:
+    """Returns the job that compiles a look at a run's operands, if it takes any."""
+    if not run.config.probe.look_every:
+        return []
+    look = look_step(run, watched(run, progress))
+    return [] if look is None or look.has_run else [look.ahead(state, batch)]
 
 
 def _begin(jobs: Sequence[Callable[[], None]]) -> None:
@@ -42,24 +85,25 @@ def _begin(jobs: Sequence[Callable[[], None]]) -> None:
     threading.Thread(target=work, daemon=True).start()
 
 
-def _make_hoped(run: Run, batch: Batch) -> None:
+def _make_hoped(run: Run, progress: Progress, batch: Batch) -> None:
     """Checks the plan that a run hopes for, and compiles its steps if it is another."""
     assert run.hope is not None
     try:
         is_new = run.hoped.plan.choices != run.plan.choices
-        jobs = _steps(run.hoped, batch) if is_new else []
+        jobs = _steps(run.hoped, progress, batch) if is_new else []
     finally:
         run.hope.is_ready.set()
     for job in jobs:
         job()
 
 
-def _steps(run: Run, batch: Batch) -> list[Callable[[], None]]:
+def _steps(run: Run, progress: Progress, batch: Batch) -> list[Callable[[], None]]:
     """Returns the jobs that compile a run's steps, but for those that make scales."""
     state = jax.eval_shape(run.init)
-    return [
+    steps = [
         run.train_step(scales_initialized=run.planned.is_delayed, steps=steps).ahead(
             state, *[batch] * steps
         )
         for steps in run.config.loop.calls
     ]
+    return steps + _look(run, state, progress, batch)

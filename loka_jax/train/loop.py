@@ -7,7 +7,6 @@ numerics are in `step.py`; a checkpoint holds `TrainState` and `Progress`.
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -15,9 +14,8 @@ from loka_jax.data.batch import Batch, Dataset, Position, next_position
 from loka_jax.dispatch.plan import as_json
 from loka_jax.terminal import one_line
 from loka_jax.train import metrics
-from loka_jax.train.ahead import make_ahead
+from loka_jax.train.ahead import make_ahead, make_first
 from loka_jax.train.build import Run
-from loka_jax.train.checkpoints import row_layout
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.evaluation import Evaluated, evaluate, logged
 from loka_jax.train.folder.record import AMAXES, PLAN, SCALES, RunRecord
@@ -30,9 +28,9 @@ from loka_jax.train.processes import watchdog
 from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import scales_initialized
-from loka_jax.train.watch import confirm, guard, replan
+from loka_jax.train.watch import confirm, guard, host_state, replan
 from loka_jax.train.watch.guard import Diverged
-from loka_jax.train.watch.host_state import Moment, Progress, gone_back, restored
+from loka_jax.train.watch.host_state import Moment, Progress
 from loka_jax.train.watch.looks import Looks
 
 # An operand that is always zero never initializes its scale, so after this many steps
@@ -94,6 +92,7 @@ class Loop:
             while pairs := list(itertools.islice(source, self._steps_at_once())):
                 with self.run.turn(lambda: self.state):
                     self._look_at_operands(pairs[0][1])
+                    self._make_first(pairs[0][1])
                     self._observe(pairs[0][1])
                     self.step(pairs)
                     self._look_at_scales(pairs[-1][1])
@@ -126,12 +125,12 @@ class Loop:
         saved = self.best.newest()
         if saved is None:
             return Moment(self.run, self.state, self.progress)
-        return restored(self.best, saved, self.run)
+        return host_state.restored(self.best, saved, self.run)
 
     def keep_start(self, state: TrainState):
         """Makes the state before the first step the best one."""
         start = Progress(position=Position(0, 0, self.run.config.seed))
-        meta = self._meta() | {"progress": dataclasses.asdict(start)}
+        meta = host_state.as_meta(self.run, start)
         self.best.wait()
         self.best.drop_after(-1)
         self.best.save(0, state, meta)
@@ -162,7 +161,7 @@ class Loop:
         self.profiler.after(step, self.state)
         if compiles and not self._has_begun:
             self._has_begun = True
-            make_ahead(self.run, self.state, batches[-1])
+            make_ahead(self.run, self.state, self.progress, batches[-1])
         rows = self.run.splits.train.num_examples
         size = self.run.config.loop.batch_size
         examples = sum(min(size, rows - position.step * size) for position in positions)
@@ -192,6 +191,14 @@ class Loop:
             self.display.say(f"Probe observes this run no more: {reason}.")
             return
         self.state = dataclasses.replace(self.state, probe=seen)
+        if not self._ready_for_initialized_step():
+            self.state = replan.with_scales(self.run, self.state)
+
+    def _make_first(self, batch: Batch):
+        """Begins to compile what the first step needs, before it."""
+        if not self._has_begun:
+            with self.display.doing("compiling"):
+                make_first(self.run, self.state, self.progress, batch)
 
     def _steps_at_once(self) -> int:
         run, step = self.run, self.progress.step
@@ -214,8 +221,9 @@ class Loop:
 
     def _look_at_operands(self, batch: Batch):
         """Looks at FP8 sites at fixed steps, so that resumed runs do the same."""
-        every = self.run.config.probe.look_every
-        if self.progress.step and every and self._is_due(every):
+        probe = self.run.config.probe
+        is_early = self.progress.step < probe.first_look
+        if probe.look_every and self._is_due(probe.look_every) and not is_early:
             with self.display.doing("looking at operands"):
                 self._sync()
                 self.progress = self._looks.before_step(
@@ -310,7 +318,7 @@ class Loop:
 
     def _go_back(self, error: Diverged) -> bool:
         """Continues from the newest checkpoint; returns False if that is not wanted."""
-        moment = gone_back(error, self.checkpoints, self.run, self.progress)
+        moment = host_state.gone_back(error, self.checkpoints, self.run, self.progress)
         if moment is None:
             return False
         self.run, self.state, self.progress = moment
@@ -343,7 +351,8 @@ class Loop:
             self.progress = dataclasses.replace(self.progress, best=line)
             if optim.plateau_patience is not None:
                 with self.display.doing("saving"):
-                    self.best.save(self.progress.step, self.state, self._meta())
+                    meta = host_state.as_meta(self.run, self.progress)
+                    self.best.save(self.progress.step, self.state, meta)
         lr_scale = jnp.asarray(after.lr_scale, jnp.float32)
         self.state = dataclasses.replace(self.state, lr_scale=lr_scale)
         if confirm.is_due(self.run, self.progress) and not self._ends():
@@ -383,17 +392,6 @@ class Loop:
             return
         with self.display.doing("saving"):
             self.best.wait()  # so that a kill cannot lose a checkpoint's best state
-            self.checkpoints.save(self.progress.step, self.state, self._meta())
+            meta = host_state.as_meta(self.run, self.progress)
+            self.checkpoints.save(self.progress.step, self.state, meta)
         self.clock.restart()
-
-    def _meta(self) -> dict[str, Any]:
-        return {
-            "progress": dataclasses.asdict(self.progress),
-            "config": self.run.config.identity(),
-            "plan": as_json(self.run.plan),
-            "data": self.run.splits.identity,
-            "files": self.run.splits.files,
-            "encoding": self.run.splits.encoding_digest,
-            row_layout.KEY: self.run.placement.layout.shards,
-            **self.run.placement.choices(),
-        }

@@ -11,6 +11,7 @@ from loka_jax.probe.live_errors import RECIPES
 from loka_jax.probe.site import ErrorsAlone
 
 LOOK_EVERY = 64  # steps, by default
+FIRST_LOOK = 1024  # the step, by default: its program is compiled meanwhile
 LOOK_STEPS = 8  # from one look at delayed scales to the next
 _LONGEST_WATCH = 1_000_000  # seconds; a thread cannot wait for ever
 # Observed steps from one update of weights' covariances to the next: they cost more
@@ -86,7 +87,7 @@ class ProbeOptions:
         every: every so many steps the operands of FP8 sites are looked at, for their
             drift, and the statistics of all sites are learned, four times as often
             before the first review of the plan; 0 for never. None looks every 64th
-            step, and learns errors alone there, from `begin` on.
+            step from step 1,024 on, and learns errors alone, from `begin` on.
         begin: the first step at which something is learned. None is the first one with
             `every`; without, a plan that lacks the errors of faster FP8 chooses it.
         decay: factor on the weight of earlier rows at every observed batch.
@@ -110,6 +111,11 @@ class ProbeOptions:
     def look_every(self) -> int:
         """Steps from one look at operands to the next; 0 for no looks."""
         return LOOK_EVERY if self.every is None else self.every
+
+    @property
+    def first_look(self) -> int:
+        """The first step at which operands may be looked at."""
+        return FIRST_LOOK if self.every is None else 1
 
     @property
     def observe_every(self) -> int:

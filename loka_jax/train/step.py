@@ -202,6 +202,10 @@ class TrainStep:
         """Returns a job that compiles the step on one device, see `Ahead`."""
         return self._program.ahead(_unobserved(state), *batches)
 
+    def lowered(self, state: TrainState, *batches: Batch) -> Callable[[], None]:
+        """Lowers the step, and returns a job that compiles it, see `Ahead`."""
+        return self._program.lowered(_unobserved(state), *batches)
+
     def __call__(self, state: TrainState, *batches: Batch) -> TrainState:
         """Returns the state after a step on each batch; the old state is donated."""
         after = self._program(_unobserved(state), *batches)

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import io
 import json
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +123,7 @@ def plant_drift(monkeypatch, path, since, until=10**9):
                 found[site] = found[site].at[0, 2].add(9.0)
             return found
 
-        return look_and_plant
+        return mock.Mock(side_effect=look_and_plant, has_run=True)
 
     monkeypatch.setattr(looks, "look_step", planted)
 

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from loka_jax import jsonfile
 from loka_jax.data import Position
 from loka_jax.dispatch.drift import SiteDrift
+from loka_jax.dispatch.plan import as_json
 from loka_jax.optim import Plateau
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.checkpoints.manifest import Saved
-from loka_jax.train.checkpoints.row_layout import read_state
+from loka_jax.train.checkpoints.row_layout import KEY, read_state
 from loka_jax.train.planning import saved_plan
 from loka_jax.train.state import TrainState
 from loka_jax.train.watch.guard import Diverged, Guard
@@ -81,6 +82,20 @@ class Moment(NamedTuple):
     run: Run
     state: TrainState
     progress: Progress
+
+
+def as_meta(run: Run, progress: Progress) -> dict[str, Any]:
+    """Returns what a checkpoint says of a run and its progress, as JSON values."""
+    return {
+        "progress": dataclasses.asdict(progress),
+        "config": run.config.identity(),
+        "plan": as_json(run.plan),
+        "data": run.splits.identity,
+        "files": run.splits.files,
+        "encoding": run.splits.encoding_digest,
+        KEY: run.placement.layout.shards,
+        **run.placement.choices(),
+    }
 
 
 def restored(checkpoints: Checkpoints, saved: Saved, run: Run) -> Moment:

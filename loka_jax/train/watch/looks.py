@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from loka_jax.data import Batch
 from loka_jax.dispatch.drift import SiteDrift, health
 from loka_jax.dispatch.policy import Decision
-from loka_jax.measure.compiling import untuned_here
+from loka_jax.measure.compiling import Ahead, untuned_here
 from loka_jax.nn import by_path
 from loka_jax.probe.site import Capture
 from loka_jax.recipe import Recipe, Role
@@ -50,7 +50,7 @@ class Looks:
         # Each waits for the device, and returns a progress with its look.
         self._unread: list[Callable[[Progress], Progress]] = []
         self._run: Run | None = None
-        self._step: Callable[[TrainState, Batch], Look] | None = None
+        self._step: Ahead | None = None
 
     def before_step(
         self, run: Run, state: TrainState, progress: Progress, batch: Batch
@@ -138,16 +138,22 @@ def watched(run: Run, progress: Progress) -> dict[str, Watched]:
     return found
 
 
-def look_step(
-    run: Run, sites: Mapping[str, Watched]
-) -> Callable[[TrainState, Batch], Look] | None:
-    """Returns the compiled look at some sites, by path; None without sites.
+def look_step(run: Run, sites: Mapping[str, Watched]) -> Ahead | None:
+    """Returns a look at some sites, by path; None without sites.
 
-    A site that has no delayed scales, as it runs in bfloat16, is looked at with those
-    of a first step. The error of drhs is extrapolated to the whole batch.
+    It takes the state and a batch, and is the same for the same arguments. A site that
+    has no delayed scales, as it runs in bfloat16, is looked at with those of a first
+    step. The error of drhs is extrapolated to the whole batch.
     """
     if not sites:
         return None
+    key = tuple(sites.items())
+    if key not in run.programs:
+        run.programs[key] = _look_step(run, sites)
+    return run.programs[key]
+
+
+def _look_step(run: Run, sites: Mapping[str, Watched]) -> Ahead:
     recipes = tuple(dict.fromkeys(site.recipe for site in sites.values()))
     copies = parts_of(run)
     observer = Capture(recipes=recipes, max_rows=MAX_ROWS, copies=copies)
@@ -167,4 +173,4 @@ def look_step(
         }
 
     # A look is rare and small: faster kernels would not make up for their search.
-    return jax.jit(look, compiler_options=untuned_here())
+    return Ahead(jax.jit(look, compiler_options=untuned_here()))

@@ -47,29 +47,29 @@ def replanned(
     the next step runs as all later ones; without one they are those before the first.
     """
     run = run.replanned(plan)
-    initial = jax.jit(lambda: run.init().fp8)()
-    fp8 = _scaled(_merged(state.fp8, initial), state.probe, run)
-    return run, dataclasses.replace(state, fp8=fp8)
+    fp8 = _merged(state.fp8, jax.jit(lambda: run.init().fp8)())
+    return run, with_scales(run, dataclasses.replace(state, fp8=fp8))
 
 
-def _scaled(fp8: Any, probe: Any, run: Run) -> Any:
-    """Returns scaling states, those before the first step by what Probe has seen."""
-    amaxes = {path: errors_of(x).amaxes for path, x in by_path(probe).items()}
+def with_scales(run: Run, state: TrainState) -> TrainState:
+    """Returns the state with the delayed scales that it lacks, if Probe saw amaxes."""
+    seen = {path: errors_of(x).amaxes for path, x in by_path(state.probe).items()}
     recipes = {site.path: site.plan.choice.recipe for site in run.sites}
 
     def scaled(keys: Any, table: Array) -> Array:
         path = "/".join(str(key.key) for key in keys[:-1])
-        seen, state = amaxes.get(path), DelayedScaling(table)
+        amaxes, before = seen.get(path), DelayedScaling(table)
         # Layers of a stack share a path with one of them.
-        if seen is None or path not in recipes or seen.ndim != table.ndim - 1:
+        if amaxes is None or path not in recipes or amaxes.ndim != table.ndim - 1:
             return table
         update = functools.partial(update_delayed, recipe=recipes[path])
-        for _ in range(seen.ndim - 1):
+        for _ in range(amaxes.ndim - 1):
             update = jax.vmap(update)
         is_new = jnp.all(table == 0)
-        return jnp.where(is_new, update(state, seen).table, table)
+        return jnp.where(is_new, update(before, amaxes).table, table)
 
-    return jax.jit(functools.partial(jax.tree_util.tree_map_with_path, scaled))(fp8)
+    scale = functools.partial(jax.tree_util.tree_map_with_path, scaled)
+    return dataclasses.replace(state, fp8=jax.jit(scale)(state.fp8))
 
 
 def after_failure(run: Run, progress: Progress, error: Exception) -> Change | None:

@@ -34,11 +34,55 @@ def test_what_a_thread_has_compiled_is_not_compiled_again():
     assert x.is_deleted()  # it was donated as by the function itself
 
 
-def test_the_first_call_raises_what_the_compiler_has_met():
+@pytest.mark.parametrize("lowers", [Ahead.ahead, Ahead.lowered])
+def test_the_first_call_raises_what_the_compiler_has_met(lowers):
     program = Ahead(jax.jit(lambda x: x @ x))
-    program.ahead(jnp.ones(3), jnp.ones(2))()  # too many arguments
+    lowers(program, jnp.ones(3), jnp.ones(2))()  # too many arguments
     with pytest.raises(TypeError):
         program(jnp.ones(3))
+
+
+def test_a_function_is_lowered_here_and_compiled_by_the_job():
+    traced = []
+    program = Ahead(jax.jit(lambda x: traced.append(threading.get_ident()) or x + 1))
+    job = program.lowered(jnp.ones(3))
+    assert traced == [threading.get_ident()]
+    threading.Thread(target=job).start()
+    assert program(jnp.arange(3.0)).tolist() == [1, 2, 3] and len(traced) == 1
+
+
+@pytest.mark.parametrize("probe_begins", [0, 64])
+@pytest.mark.parametrize("case", ["fp8", "bf16", "scales", "mesh", "cpu"])
+def test_first_steps_of_fp8_are_lowered_one_by_one_and_compiled_beside_each_other(
+    monkeypatch, case, probe_begins
+):
+    done, config = [], support.config(steps_per_call=2)
+    config = config.observed(probe_begins, ("fp8_rowwise",))
+    run = mock.Mock(config=config)
+    run.placement.size = 2 if case == "mesh" else 1
+    run.planned.is_delayed = case != "bf16"
+
+    def program(name):
+        def lowered(state, *batches):
+            done.append(f"lowered {name}, {len(batches)}")
+            return lambda: done.append(f"compiled {name}")
+
+        return mock.Mock(lowered=lowered)
+
+    run.train_step = lambda scales_initialized=False, steps=1: program(
+        f"steps, {scales_initialized}"
+    )
+    monkeypatch.setattr(ahead, "probe_step", lambda run, probe: program("probe"))
+    monkeypatch.setattr(ahead, "scales_initialized", lambda state: case == "scales")
+    monkeypatch.setattr(ahead.threading, "Thread", _at_once)
+    backend = "cpu" if case == "cpu" else "gpu"
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    ahead.make_first(run, "state", mock.Mock(step=0), "batch")
+    first = "probe" if probe_begins == 0 else "steps, False"
+    later = "steps, True"
+    wanted = [f"lowered {x}" for x in (f"{first}, 1", f"{later}, 1", f"{later}, 2")]
+    wanted += [f"compiled {x}" for x in (first, later, later)]
+    assert done == (wanted if case == "fp8" else [])
 
 
 class _Hoped:
@@ -70,11 +114,16 @@ def test_probe_comes_before_the_steps_of_the_hoped_plan(
     asked = mock.Mock(ahead=lambda *x: lambda: done.append(x), has_run=has_run)
     probe_step = mock.Mock(return_value=asked)
     monkeypatch.setattr(ahead, "probe_step", probe_step)
+    look = mock.Mock(ahead=lambda *x: lambda: done.append("look"), has_run=has_run)
+    looks = {id(run): look, id(run.hoped): look if is_delayed else None}
+    monkeypatch.setattr(ahead, "watched", lambda run, progress: progress)
+    monkeypatch.setattr(ahead, "look_step", lambda run, sites: looks[id(run)])
     monkeypatch.setattr(ahead.threading, "Thread", _at_once)
-    ahead.make_ahead(run, "state", "batch")
+    ahead.make_ahead(run, "state", "progress", "batch")
     steps = [(is_delayed, steps) for steps in sorted({1, count})]
-    observed = [] if has_run else [("state", "batch")]
-    assert done == [*observed, *steps] and run.hope.is_ready.is_set()
+    observed = [] if has_run else [("state", "batch"), "look"]
+    its_look = ["look"] * (is_delayed and not has_run)
+    assert done == [*observed, *steps, *its_look] and run.hope.is_ready.is_set()
     probe_step.assert_called_once_with(run, config.probe.first())
 
 
@@ -83,6 +132,7 @@ def test_nothing_is_compiled_for_a_plan_that_is_the_same_or_cannot_be_made(
     monkeypatch, choices
 ):
     """But what waits for it goes on."""
+    monkeypatch.setattr(ahead, "_look", lambda *_: [])
     config, done = support.config().observed(64, ("fp8_rowwise",)), []
     run = _run(config, done, is_delayed=True, choices=choices)
     asked = mock.Mock(has_run=True)
@@ -91,9 +141,9 @@ def test_nothing_is_compiled_for_a_plan_that_is_the_same_or_cannot_be_made(
     if choices is None:
         run.hoped.init = mock.Mock(side_effect=ValueError("no"))
         with pytest.raises(ValueError, match="no"):
-            ahead.make_ahead(run, "state", "batch")
+            ahead.make_ahead(run, "state", "progress", "batch")
     else:
-        ahead.make_ahead(run, "state", "batch")
+        ahead.make_ahead(run, "state", "progress", "batch")
     assert not done and run.hope.is_ready.is_set()
 
 
@@ -115,9 +165,11 @@ def test_nothing_is_compiled_ahead_over_a_mesh_or_without_probe(
     monkeypatch, devices, begin
 ):
     monkeypatch.setattr(ahead, "probe_step", probe_step := mock.Mock())
+    monkeypatch.setattr(ahead, "look_step", lambda *_: None)
+    monkeypatch.setattr(ahead, "watched", lambda *_: {})
     config = support.config()
     probe = dataclasses.replace(config.probe, begin=begin)
     run = mock.Mock(config=dataclasses.replace(config, probe=probe))
     run.placement.size = devices
-    ahead.make_ahead(run, "state", "batch")
+    ahead.make_ahead(run, "state", "progress", "batch")
     probe_step.assert_not_called()

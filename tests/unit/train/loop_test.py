@@ -280,6 +280,7 @@ def test_a_step_that_has_run_or_that_no_plan_helps_is_an_error(
 
 def test_scales_are_looked_at_every_eighth_step_and_at_the_end(watched, monkeypatch):
     monkeypatch.setattr("loka_jax.train.loop_options.LOOK_EVERY", 5)
+    monkeypatch.setattr("loka_jax.train.loop_options.FIRST_LOOK", 6)
     options = dict(log_every=6, eval_every=18, steps_per_call=2)
     made = make_loop(steps=18, **options).train()
     looks = [event[8:] for event in made.events if "look at" in event]
@@ -288,10 +289,10 @@ def test_scales_are_looked_at_every_eighth_step_and_at_the_end(watched, monkeypa
     # Read before each log line ends, and before each checkpoint.
     assert watched == ["read"] * 5
     # Operands before a step, with equal rows.
-    of_operands = [f"operands of {n}, rows synced" for n in (10, 20, 30)]
+    of_operands = [f"operands of {n}, rows synced" for n in (20, 30)]
     assert [x for x in looks if x.startswith("operands")] == of_operands
     at = made.events.index(f"look at {of_operands[0]}")
-    assert (made.events[at - 1], made.events[at + 1]) == ("sync", "train on 10")
+    assert (made.events[at - 1], made.events[at + 1]) == ("sync", "train on 20, 21")
 
 
 def test_plans_are_reviewed_with_evaluations_but_not_at_the_end(watched, monkeypatch):
@@ -341,8 +342,9 @@ def test_what_may_be_needed_is_compiled_once_after_the_first_step(monkeypatch):
     monkeypatch.setattr(loop_lib, "make_ahead", lambda *given: begun.append(given))
     made = make_loop(steps=7)
     made.train()
-    [(run, state, batch)] = begun
+    [(run, state, progress, batch)] = begun
     assert run is made.run and state.step == 1 and batch.ids[0, 0] == 0
+    assert progress.step == 0
 
 
 def test_kernels_are_timed_between_steps_and_while_a_review_waits(watched, monkeypatch):

@@ -65,6 +65,7 @@ def test_steps_by_one_call_and_looks_change_no_bit(
 
     monkeypatch.setattr(Run, "train_step", spy)
     monkeypatch.setattr("loka_jax.train.loop_options.LOOK_EVERY", look_every)
+    monkeypatch.setattr("loka_jax.train.loop_options.FIRST_LOOK", 1)
     config = whole.config
     run = dataclasses.replace(config.run, workdir=tmp_path)
     count = steps or config.loop.steps_per_call

@@ -132,12 +132,14 @@ def test_a_look_returns_the_measures_of_each_site_by_its_casts(monkeypatch):
         numbers = error, operands, float(recipe == RECIPE), len(fp8_results)
         return jnp.stack([jnp.broadcast_to(jnp.float32(x), 3) for x in numbers], 1)
 
-    run, observe_step = mock.Mock(), mock.Mock(return_value=observe)
+    run, observe_step = mock.Mock(programs={}), mock.Mock(return_value=observe)
     parts = dict(observe_step=observe_step, parts_of=lambda run: 6)
     for name, part in dict(health=health, by_path=lambda seen: seen, **parts).items():
         monkeypatch.setattr(looks, name, part)
     state = dataclasses.replace(start_state(), probe={"site": jnp.ones(2)})
-    found = looks.look_step(run, SITES)(state, jnp.float32(7))
+    look = looks.look_step(run, SITES)
+    found = look(state, jnp.float32(7))
+    assert looks.look_step(run, dict(SITES)) is look
     wanted = {"a": (1, 7, 0, 0), "b": (2, 7, 1, 2), "c": (2, 7, 1, 0)}
     for path, casts in wanted.items():
         np.testing.assert_allclose(found[path], [casts] * 3)

@@ -98,6 +98,7 @@ def stop_at(monkeypatch, step):
 def test_a_watch_goes_on_where_it_was(tmp_path, monkeypatch):
     support.share_steps(monkeypatch)
     monkeypatch.setattr("loka_jax.train.loop_options.LOOK_EVERY", 1)
+    monkeypatch.setattr("loka_jax.train.loop_options.FIRST_LOOK", 1)
     # Off at looks 7 to 11, demoted at step 12; home from 12 on, back at 16.
     support.plant_drift(monkeypatch, "top_mlp/dense_0", since=7, until=12)
     options = dict(log_every=3, max_steps=22, epochs=3, eval_every=4)
