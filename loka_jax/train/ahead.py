@@ -71,7 +71,8 @@ def _look(
     run: Run, state: TrainState, progress: Progress, batch: Batch
 ) -> list[Callable[[], None]]:
     """Returns the job that compiles a look at a run's operands, if it takes any."""
-    if not run.config.probe.look_every:
+    probe = run.config.probe
+    if not probe.look_every or run.total_steps <= probe.first_look:
         return []
     look = look_step(run, watched(run, progress))
     return [] if look is None or look.has_run else [look.ahead(state, batch)]

@@ -157,6 +157,7 @@ def _run(config, done, **hoped):
     run.plan.choices = ("bf16",)
     run.hope.is_ready = threading.Event()
     run.placement.size, run.hoped.config = 1, config
+    run.total_steps = run.hoped.total_steps = 10_000
     return run
 
 
@@ -165,8 +166,7 @@ def test_nothing_is_compiled_ahead_over_a_mesh_or_without_probe(
     monkeypatch, devices, begin
 ):
     monkeypatch.setattr(ahead, "probe_step", probe_step := mock.Mock())
-    monkeypatch.setattr(ahead, "look_step", lambda *_: None)
-    monkeypatch.setattr(ahead, "watched", lambda *_: {})
+    monkeypatch.setattr(ahead, "_look", lambda *_: [])
     config = support.config()
     probe = dataclasses.replace(config.probe, begin=begin)
     run = mock.Mock(config=dataclasses.replace(config, probe=probe))
