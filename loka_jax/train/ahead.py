@@ -4,12 +4,13 @@ Before its first step:
 
     first      compiles what the first steps of a plan in FP8 run
 
-After it, one after another, as Python traces them, which slows the loop's own steps:
+After it, beside its own steps, in two threads:
 
     probe      compiles what Probe learns of the sites by
-    look       compiles a look at the operands of sites in FP8
+    look       then, a look at the operands of sites in FP8
+
     hope       checks the kernels of the plan that the first review is to choose
-    steps      compiles the steps of this plan, and its looks
+    steps      then, compiles the steps of this plan, and its looks
 
 The loop waits for a program that it needs before a thread has it.
 """
@@ -55,11 +56,10 @@ def make_ahead(run: Run, state: TrainState, progress: Progress, batch: Batch) ->
     probe = run.config.probe.first()
     observe = None if probe is None else probe_step(run, probe)
     jobs = [] if observe is None or observe.has_run else [observe.ahead(state, batch)]
-    jobs += _look(run, state, progress, batch)
+    _begin([*jobs, *_look(run, state, progress, batch)])
     if run.hope is not None:
         run.hope.is_ready.clear()
-        jobs.append(lambda: _make_hoped(run, progress, batch))
-    _begin(jobs)
+        _begin([lambda: _make_hoped(run, progress, batch)])
 
 
 def _can(run: Run) -> bool:

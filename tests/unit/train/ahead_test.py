@@ -169,7 +169,7 @@ def test_nothing_is_compiled_ahead_over_a_mesh_or_without_probe(
     monkeypatch.setattr(ahead, "_look", lambda *_: [])
     config = support.config()
     probe = dataclasses.replace(config.probe, begin=begin)
-    run = mock.Mock(config=dataclasses.replace(config, probe=probe))
+    run = mock.Mock(config=dataclasses.replace(config, probe=probe), hope=None)
     run.placement.size = devices
     ahead.make_ahead(run, "state", "progress", "batch")
     probe_step.assert_not_called()

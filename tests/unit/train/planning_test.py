@@ -52,8 +52,8 @@ def test_a_table_decides(tmp_path):
     [
         ("another", None, 146, 1e6, 64, True),
         ("another", None, 146, 4e4, 64, False),  # for later runs
-        ("another", None, 430, 1e4, 256, True),
-        ("another", None, 412, 1e4, 128, False),
+        ("another", None, 430, 1e4, 192, True),
+        ("another", None, 353, 1e4, 128, False),
         ("another", None, 145, 1e6, None, False),  # a short run
         ("another", 0, 146, 1e6, None, False),
         (None, None, 146, 1e6, None, False),  # errors are known
