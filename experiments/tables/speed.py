@@ -218,10 +218,18 @@ SPEED = {
         | {"kernel, TFLOP/s": number("rows.case={0}.forms.pallas {1}.tflops")},
     ),
     "attention_fp8": Table(
-        file="jagged_attention_fp8_h200",
-        first="forward, 8 sequences of 4,096 rows",
-        rows="bf16 = pallas forward; FP8, with its casts = pallas fp8 forward",
-        columns=numbers("rows.case=m.forms.{0}.$", "us = us; TFLOP/s = tflops"),
+        file="attention_tanh_h200",
+        first="forward",
+        rows="bf16, heads of 128, 4,096 rows = m bf16 | tanh; "
+        "FP8 = m fp8 | tanh; "
+        "FP8, 3/8 of tanh a polynomial = m fp8 | poly 3/8; "
+        "bf16, heads of 64, 512 rows = h64 bf16 | tanh; "
+        "FP8  = h64 fp8 | tanh; "
+        "FP8, heads of 256, 4,096 rows = h256 fp8 | tanh",
+        columns=numbers(
+            "rows.case={0},tanh={1}.$",
+            "kernel, us = us; TFLOP/s = tflops; with rows in FP8's order, us = all_us",
+        ),
     ),
     "hstu": Table(
         file="hstu_h200",
