@@ -33,11 +33,12 @@ from loka_jax.train.watch.looks import look_step, watched
 def make_first(run: Run, state: TrainState, progress: Progress, batch: Batch) -> None:
     """Compiles what the first steps of a plan with delayed scales run, side by side.
 
-    All is lowered before, as a Mosaic kernel must not be beside a compilation. A CPU
-    compiles them as they are needed: it has no cores to spare.
+    All are lowered before the first is compiled, as a Mosaic kernel that was lowered
+    beside a compilation has ended the process. A CPU compiles them as they are needed:
+    it has no cores to spare.
     """
     is_delayed = run.planned.is_delayed and not scales_initialized(state)
-    if not (is_delayed and _can(run)) or jax.default_backend() == "cpu":
+    if not (is_delayed and _compiles_ahead(run)) or jax.default_backend() == "cpu":
         return
     probe = run.config.probe.config_at(progress.step)
     first: Any = run.train_step() if probe is None else probe_step(run, probe)
@@ -50,8 +51,8 @@ def make_first(run: Run, state: TrainState, progress: Progress, batch: Batch) ->
 
 
 def make_ahead(run: Run, state: TrainState, progress: Progress, batch: Batch) -> None:
-    """Begins with it, if the run has a use for it; of the arrays types are read."""
-    if not _can(run):
+    """Begins to make what comes after the first step; of the arrays types are read."""
+    if not _compiles_ahead(run):
         return
     probe = run.config.probe.first()
     observe = None if probe is None else probe_step(run, probe)
@@ -62,7 +63,7 @@ def make_ahead(run: Run, state: TrainState, progress: Progress, batch: Batch) ->
         _begin([lambda: _make_hoped(run, progress, batch)])
 
 
-def _can(run: Run) -> bool:
+def _compiles_ahead(run: Run) -> bool:
     """Returns whether a run has one device, and batches of one size."""
     return run.placement.size == 1 and not run.config.data.is_log
 
