@@ -22,6 +22,8 @@ lowest log loss on these rows: the diagonal tells too little where columns nearl
 determine the label.
 """
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -76,6 +78,19 @@ class Regression(NamedTuple):
         """Returns the logits of rows."""
         by_value = (self.ids[rows.ids] * rows.shares).sum(axis=1)
         return self.bias + rows.dense @ self.dense + by_value
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Baselines:
+    """The regression of each task on rows of a run, fitted once, when asked for."""
+
+    train: Dataset
+    valid: Dataset
+
+    @functools.cached_property
+    def regressions(self) -> tuple[Regression, ...]:
+        """The regressions: see `fit_regressions`."""
+        return fit_regressions(self.train, self.valid)
 
 
 def fit_regressions(

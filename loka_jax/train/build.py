@@ -26,6 +26,7 @@ from loka_jax.dispatch.review import Reviewer
 from loka_jax.measure.compiling import untuned_here
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
 from loka_jax.train import metrics, tasks
+from loka_jax.train.baselines import Baselines
 from loka_jax.train.checkpoints.orbax_files import meet
 from loka_jax.train.config import Config
 from loka_jax.train.mesh.devices import BATCH, mesh_of, scaled_sums
@@ -54,6 +55,7 @@ class Run:
             made by times.
         reviewer: changes the plan by live errors; None where they change nothing, as
             Probe observes none, or the plan was not made by times.
+        baselines: simple models of the same rows; copies of a run share them.
         total_steps: steps of the whole run, if nothing ends it early.
         hope: the plan that the first review chooses if errors are as small as they may
             be; None if it would change nothing.
@@ -71,6 +73,7 @@ class Run:
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     row_update: RowUpdate
+    baselines: Baselines
     steps_per_epoch: int
     total_steps: int
     hope: Hope | None = None
@@ -298,6 +301,7 @@ def build(
         optimizer=make_dense_optimizer(config.optim, total_steps),
         schedule=jax.jit(make_schedule(config.optim.lr, config.optim, total_steps)),
         row_update=_row_update(config, total_steps, groups),
+        baselines=Baselines(splits.train, splits.valid),
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
     )

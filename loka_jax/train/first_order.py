@@ -15,7 +15,7 @@ import numpy as np
 
 from loka_jax.models.ranking import FIRST_ORDER
 from loka_jax.ops.tables import TableSpec
-from loka_jax.train.baselines import fit_regressions, logits_of
+from loka_jax.train.baselines import logits_of
 from loka_jax.train.build import Run
 from loka_jax.train.evaluation import evaluate
 from loka_jax.train.state import TrainState
@@ -36,7 +36,7 @@ def starts_at_regression(run: Run) -> bool:
 
 def at_regression(run: Run, state: TrainState) -> TrainState:
     """Returns the state with the regression as its first-order part; donates it."""
-    regressions = fit_regressions(run.splits.train, run.splits.valid)
+    regressions = run.baselines.regressions
     weights = jnp.stack([jnp.asarray(x.ids) for x in regressions], axis=1)
     params: dict[str, Any] = dict(state.params)
     dense = [jnp.asarray(x.dense, jnp.float32) for x in regressions]
@@ -61,8 +61,7 @@ def is_clearly_better(run: Run, state: TrainState) -> bool:
     """
     valid = run.splits.valid
     found = evaluate(run, state, valid)
-    regressions = fit_regressions(run.splits.train, valid)
     logits, n = np.zeros(found.logits.shape), valid.num_examples  # padding comes last
-    logits[:n] = logits_of(regressions, valid).reshape(logits[:n].shape)
+    logits[:n] = logits_of(run.baselines.regressions, valid).reshape(logits[:n].shape)
     minus = found.losses - found._replace(logits=logits).losses
     return bool(minus.mean() + _ERRORS * minus.std() / np.sqrt(len(minus)) < 0)

@@ -10,7 +10,7 @@ from rich.console import Console
 from loka_jax.dispatch.plan import plan_rows
 from loka_jax.optim import OptimConfig
 from loka_jax.report.run_page import gap_closed
-from loka_jax.train.baselines import baseline_ne, fit_regressions
+from loka_jax.train.baselines import baseline_ne
 from loka_jax.train.calibration import CALIBRATION
 from loka_jax.train.evaluation import calibration_of, evaluate_finally
 from loka_jax.train.folder.record import RunRecord, versions
@@ -48,8 +48,7 @@ def summarize(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any
             columns = held_out.schema.categorical
             record.write_scores(samples, split, columns, splits.folder)
         if record.writes and splits.folder is not None:
-            regressions = fit_regressions(splits.train, splits.valid)
-            baselines = baseline_ne(regressions, held_out)
+            baselines = baseline_ne(run.baselines.regressions, held_out)
     sites = run.running_sites
     return {
         "config": run.config.identity(),

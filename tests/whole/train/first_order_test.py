@@ -1,6 +1,7 @@
 """Runs on dense columns, which start at a regression, from training to scores."""
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from loka_jax.export.folder import export_run
 from loka_jax.models import Dlrm
 from loka_jax.optim import OptimConfig
 from loka_jax.predict import load, score_file
+from loka_jax.train import baselines
 from loka_jax.train.config import Config, LoopConfig, RunOptions
 from loka_jax.train.logs import log_lines
 from tests.support import train as support
@@ -50,9 +52,12 @@ def test_the_start_is_kept_unless_a_state_is_clearly_better(monkeypatch, tmp_pat
     after = log_lines.measure
     by_step = lambda line, optim: -float(line["step"])  # noqa: E731
     monkeypatch.setattr(log_lines, "measure", by_step)
+    fit = mock.Mock(side_effect=baselines.fit_regressions)
+    monkeypatch.setattr(baselines, "fit_regressions", fit)
     code, out = support.train(own)
     monkeypatch.setattr(log_lines, "measure", after)
     assert code == 0 and "Step 2 is not clearly better than the regression" in out
+    fit.assert_called_once()  # for the start, the comparison and the summary
     found = support.summary(tmp_path / "run")
     assert found["final_step"] == 0
     assert found["final_state"] == "the regression at the start"
