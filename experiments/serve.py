@@ -62,8 +62,11 @@ def main(arguments: list[str]) -> int:
         options = parser.parse_args(arguments)
         if not os.path.exists(os.path.join(options.folder, "loader.py")):
             raise ValueError(f"{options.folder} holds no exported model: name one.")
+        from loka_jax.server.app import Limits  # needs an extra
+
+        limits = Limits(max_rows=options.max_rows, wait_ms=options.wait_ms)
         if options.worker is not None:
-            return _work(options)
+            return _work(options, limits)
         # While one worker replaces another, both have the model on the GPU.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         worker = [sys.executable, __file__, *arguments, "--worker"]
@@ -77,10 +80,9 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _work(options: argparse.Namespace) -> int:
-    from loka_jax.server.app import Limits, Worker  # needs an extra
+def _work(options: argparse.Namespace, limits: Any) -> int:
+    from loka_jax.server.app import Worker
 
-    limits = Limits(max_rows=options.max_rows, wait_ms=options.wait_ms)
     worker = Worker(Scorer(options.folder), limits)
     listening, ready = options.worker
     asyncio.run(worker.serve(socket.socket(fileno=listening), ready))
