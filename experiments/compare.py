@@ -34,6 +34,7 @@ from loka_jax.report.compare_page import (
     write_compare_page,
 )
 from loka_jax.report.comparison import ComparedRun
+from loka_jax.report.run_files import RunFiles
 from loka_jax.terminal import printable
 from loka_jax.train.folder.record import read_run
 from loka_jax.train.scores import read_scores
@@ -81,8 +82,9 @@ def compare(options: Arguments, command: str) -> list[str]:
         command: the command line, for the page.
 
     Raises:
-        ValueError: if a folder holds no run, or one is given twice, or the runs have
-            nothing in common, or `out` is no HTML file, or cannot be written.
+        ValueError: if a folder holds no run or a damaged one, or one is given twice, or
+            the runs have nothing in common, or `out` is no HTML file, or cannot be
+            written.
     """
     paths = [folder.resolve() for folder in options.runs]
     out, rows = options.out, options.data
@@ -95,7 +97,7 @@ def compare(options: Arguments, command: str) -> list[str]:
     if rows.path is None and rows.where is not None:
         raise ValueError("--data.where says which rows of --data.path: add that.")
     runs = [
-        ComparedRun(name, read_run(path), read_scores(path))
+        ComparedRun(name, _whole_run(path), read_scores(path))
         for name, path in zip(_names(paths), paths, strict=True)
     ]
     if rows.path is not None:
@@ -109,6 +111,17 @@ def compare(options: Arguments, command: str) -> list[str]:
         jsonfile.write(options.json, as_numbers(runs))
         lines.append(f"Numbers: {options.json}")
     return lines
+
+
+def _whole_run(path: pathlib.Path) -> RunFiles:
+    """Returns the contents of a run's files, of which none is damaged."""
+    files = read_run(path)
+    if files.damage:
+        what = "; ".join(sentence.removesuffix(".") for sentence in files.damage)
+        raise ValueError(
+            f"{path} is damaged ({what}): restore its files, or leave the run out."
+        )
+    return files
 
 
 def _scored_again(run: ComparedRun, path: pathlib.Path, rows: Rows) -> ComparedRun:

@@ -186,12 +186,13 @@ def read_lines(
     say: Callable[[str], None] = _log.warning,
     *,
     max_bytes: int | None = None,
+    say_cut: Callable[[str], None] = _log.warning,
 ) -> list[dict[str, Any]]:
     """Returns the objects of a JSON-lines file without its damaged lines.
 
     A missing file has none. A killed run may leave its last line incomplete: that is
-    left out without a word. `say` takes a sentence that counts the damaged lines, or
-    says that lines beyond `max_bytes` are left out.
+    left out without a word. `say` takes a sentence that counts the damaged lines,
+    `say_cut` one that lines beyond `max_bytes` are left out.
 
     Raises:
         ValueError: if it is not a file.
@@ -205,7 +206,7 @@ def read_lines(
     with open(path, "rb") as file:
         for content in _whole_lines(file):
             if max_bytes is not None and file.tell() > max_bytes:
-                say(printable(f"{path}: lines after {max_bytes:,} bytes left out."))
+                say_cut(printable(f"{path}: lines after {max_bytes:,} bytes left out."))
                 break
             line = _line(content)
             if line is None:

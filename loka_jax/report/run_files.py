@@ -15,6 +15,8 @@ class RunFiles(NamedTuple):
         scales: a line of delayed scales per logged step.
         evaluation: the final evaluation by predictions, and by values of columns.
         importance: a row per column, of a later evaluation that measured it.
+        damage: sentences on the files that are broken, in whole or in part.
+        notes: sentences on what else was left out.
     """
 
     summary: dict[str, Any]
@@ -25,6 +27,7 @@ class RunFiles(NamedTuple):
     scales: list[dict[str, Any]]
     evaluation: dict[str, Any]
     importance: list[dict[str, Any]]
+    damage: list[str]
     notes: list[str]
 
 

@@ -44,7 +44,11 @@ def write_run_page(path: Path, run: RunFiles) -> Path:
         gradients=as_dict(summary.get("gradients")),
         versions=versions,
         seed=summary.get("seed", run.config.get("seed")),
-        notes=run.notes + [x for k in _NOTES for x in texts(summary.get(k))],
+        notes=[
+            *run.damage,
+            *run.notes,
+            *(x for k in _NOTES for x in texts(summary.get(k))),
+        ],
         final=final,
         tasks={k: as_dict(task) for k, task in as_dict(final.get("tasks")).items()},
         own_metrics=_own_metrics(final),

@@ -132,6 +132,7 @@ RUN = RunFiles(
     scales=[{"step": s, "top_mlp/dense_0/lhs": 2.0 ** (s - 9)} for s in range(1, 9)],
     evaluation=EVALUATION,
     importance=[{"column": "C1", "ne": 0.125, "half": 0.01}],
+    damage=[],
     notes=[],
 )
 

@@ -143,7 +143,10 @@ def test_a_damaged_line_costs_no_other_and_is_counted(damaged, torn, tmp_path, c
     jsonfile.read_lines(path)
     assert two in caplog.text
     limit = [f"{path}: lines after 27 bytes left out."]
-    assert _lines(path, ONE, TWO, ONE, max_bytes=27) == ([1, 2], limit)
+    said: list[str] = []
+    options = {"max_bytes": 27, "say_cut": said.append}
+    assert _lines(path, ONE, TWO, ONE, **options) == ([1, 2], [])
+    assert said == limit
     assert _lines(path, ONE, TWO, max_bytes=24) == ([1, 2], [])
 
 

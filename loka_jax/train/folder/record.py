@@ -201,6 +201,7 @@ def read_run(workdir: Path) -> RunFiles:
     """
     if workdir.is_file():
         raise ValueError(f"{workdir} is a file: give the --workdir of a run.")
+    damage: list[str] = []
     notes: list[str] = []
 
     def read[T: (dict, list)](name: str, kind: type[T]) -> T:
@@ -211,25 +212,30 @@ def read_run(workdir: Path) -> RunFiles:
         except ValueError:
             value = None
         if not isinstance(value, kind):
-            notes.append(f"{name} is broken and was left out.")
+            damage.append(f"{name} is broken.")
             return kind()
         return value
 
     def read_lines(name: str) -> list[dict[str, Any]]:
-        limit = jsonfile.MAX_LINES_BYTES
-        return jsonfile.read_lines(workdir / name, notes.append, max_bytes=limit)
+        return jsonfile.read_lines(
+            workdir / name,
+            damage.append,
+            max_bytes=jsonfile.MAX_LINES_BYTES,
+            say_cut=notes.append,
+        )
 
-    summary = read(SUMMARY, dict)
+    summary, config = read(SUMMARY, dict), without_key(read(CONFIG, dict))
     lines = read_lines(METRICS)
     run = RunFiles(
         summary=summary,
-        config=as_dict(summary.get("config")) or without_key(read(CONFIG, dict)),
+        config=as_dict(summary.get("config")) or config,
         train=[line for line in lines if line.get("kind") == "train"],
         evals=[line for line in lines if line.get("kind") == "eval"],
         sites=[as_dict(site) for site in read(SITES, list)],
         scales=read_lines(SCALES),
         evaluation=read(EVALUATION, dict),
         importance=[as_dict(row) for row in read(IMPORTANCE, list)],
+        damage=damage,
         notes=notes,
     )
     if not (run.summary or run.config or run.train or run.evals):

@@ -11,7 +11,7 @@ from loka_jax import commands, predict
 from loka_jax.predict.evaluate import Judged
 from loka_jax.report import charts
 from loka_jax.train import scores as scores_file
-from loka_jax.train.folder.record import SUMMARY, RunRecord
+from loka_jax.train.folder.record import METRICS, SUMMARY, RunRecord
 from loka_jax.train.scores import Scores
 from tests.support.commands import assert_refused
 from tests.support.report import Page, eval_line
@@ -93,6 +93,9 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path, run, monkeypatch):
     buy = leave_run(tmp_path / "buy", ne=0.8, label="buy")
     broken = leave_run(tmp_path / "broken", ne=0.9)
     (tmp_path / "broken" / scores_file.SCORES).write_bytes(b"\x93NUMPY")
+    cut, lost = (leave_run(tmp_path / name, ne=0.9) for name in ("cut", "lost"))
+    (tmp_path / "cut" / SUMMARY).write_text("{")
+    (tmp_path / "lost" / METRICS).write_text("{}x\n{}\n")
     page, summary = tmp_path / "page.html", tmp_path / "first" / SUMMARY
     before = summary.read_text()
     for runs, out, sentence in (
@@ -101,6 +104,8 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path, run, monkeypatch):
         ([first, first], page, "first is named twice: name each run once."),
         ([first, buy], page, "in common with first (data.label is click and buy)"),
         ([first, broken], page, "scores.npy is broken: delete it, to do without it."),
+        ([first, cut], page, "cut is damaged (summary.json is broken): restore"),
+        ([lost, other], page, "metrics.jsonl: 1 damaged line is left out): restore"),
         ([first, other], summary, "must end in .html: rename it."),
     ):
         assert_refused(run(compare, *runs, "--out", out), sentence)

@@ -126,7 +126,7 @@ def test_damaged_lines_are_noted_and_cost_no_other(tmp_path):
     path.write_text(first + "{broken\n" + '{"step": "x"}\n' + "".join(others))
     files = record.read_run(tmp_path)
     assert len(files.train) == 3
-    assert files.notes == [f"{path}: 1 damaged line is left out."]
+    assert files.damage == [f"{path}: 1 damaged line is left out."]
     with record.RunRecord(tmp_path, config=CONFIG, resume=True) as resumed:
         resumed.truncate(2)
     assert [line["step"] for line in record.read_run(tmp_path).train] == [1, 2]
