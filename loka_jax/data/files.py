@@ -138,7 +138,9 @@ def _at(path: str) -> Sources:
     if any(_splits_of(file.name) for file in own):
         return _by_words(folder, own)
     files = [file for file in below(folder) if may_be_data(file)]
-    if any(_splits_of(str(file.relative_to(folder))) for file in files) or not files:
+    if not files:
+        raise _no_data(path)
+    if any(_splits_of(str(file.relative_to(folder))) for file in files):
         return _by_words(folder, files)
     return Sources(tuple(files), (), ())
 
@@ -150,7 +152,11 @@ def _data_at(path: str) -> tuple[DataFile, ...]:
         return files
     if data := tuple(file for file in files if may_be_data(file)):
         return data
-    raise ValueError(
+    raise _no_data(path)
+
+
+def _no_data(path: str) -> ValueError:
+    return ValueError(
         f"{path} has no data file ({', '.join(READERS)}): correct --data.path."
     )
 
@@ -176,7 +182,7 @@ def _by_words(folder: pathlib.Path, files: list[pathlib.Path]) -> Sources:
     if not splits["train"]:
         raise ValueError(
             f"{folder} has no data file ({', '.join(READERS)}) with the word train in "
-            f"its name, only {listed(names) or 'other files'}: put it into "
+            f"its name, only {listed(names)}: put it into "
             "the names of all training files, or name a file with --data.path, which "
             "leaves out the others."
         )
@@ -213,7 +219,8 @@ def reader_of(config: DataConfig, path: DataFile) -> Reader:
     if reader is None:
         raise ValueError(
             f"{path} must end in one of {', '.join(READERS)}, so that its format is "
-            "known: rename it."
+            "known: rename it, or name the table's files alone, as in --data.path "
+            "'logs/*.csv'."
         )
     return _with_partitions(reader, partitions_of(path))
 

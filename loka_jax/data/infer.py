@@ -7,7 +7,9 @@ may leak into: columns that look like a further label are left out.
 
 import dataclasses
 import re
+import unicodedata
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -118,10 +120,21 @@ def infer_columns(config: DataConfig) -> Inferred:
 def _first_rows(
     config: DataConfig, files: tuple[DataFile, ...], names: tuple[str, ...]
 ) -> pa.Table:
-    """Returns the first rows of the file, or of some of several, in equal parts."""
+    """Returns the first rows of the file, or of some of several, in equal parts.
+
+    Raises:
+        ValueError: if the files are not of one table.
+    """
+    first = files[0]
     files = files[:: -(-len(files) // _FILES)]
     parts = []
     for file in files:
+        if lacking := _composed(names) - _composed(column_types(config, file)):
+            raise ValueError(
+                f"{first} and {file} are no files of one table ({file} has no "
+                f"{listed(sorted(lacking))}): name those of one alone, as in "
+                "--data.path 'logs/*.csv'."
+            )
         rows = 0
         reader = reader_of(config, file)
         for block in reader(str(file), names, BadRows(config.max_bad_rows)):
@@ -131,6 +144,10 @@ def _first_rows(
             if rows == _ROWS // len(files):
                 break
     return pa.concat_tables(parts, promote_options="permissive")
+
+
+def _composed(names: Iterable[str]) -> set[str]:
+    return {unicodedata.normalize("NFC", name) for name in names}
 
 
 def _with_roles(

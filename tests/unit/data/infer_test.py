@@ -126,6 +126,19 @@ def test_what_cannot_be_inferred_is_said(tmp_path, columns, said):
         inferred(written(tmp_path, columns), label="label")
 
 
+def test_a_folder_of_several_tables_is_told_apart(tmp_path):
+    written(tmp_path, {"label": CLICK, "caf\u00e9": COLUMNS["user"]}, "a.parquet")
+    written(tmp_path, {"cafe\u0301": COLUMNS["user"]}, "b.parquet")  # one character
+    why = "a.parquet and .*b.parquet are no files of one table .* has no label\\)"
+    with pytest.raises(ValueError, match=why):
+        inferred(str(tmp_path))
+    (tmp_path / "b.parquet").rename(tmp_path / "notes.txt")
+    with pytest.raises(ValueError, match="notes.txt must end in .* or name the table"):
+        inferred(str(tmp_path))
+    path = str(tmp_path / "*.parquet")
+    assert inferred(path, label="label").config.categorical == ("caf\u00e9",)
+
+
 def test_the_only_column_with_a_label_s_name_is_it(tmp_path):
     columns = {"user": COLUMNS["user"], "is_click": CLICK}
     config, _ = inferred(written(tmp_path, columns), label="label")

@@ -182,6 +182,10 @@ def test_what_cannot_be_found_is_told_with_what_is_there(tmp_path, name, options
     options = {option: str(tmp_path / name) for option, name in options.items()}
     with pytest.raises(ValueError, match=why):
         sources(tmp_path / name, **options)
+    (tmp_path / "docs").mkdir()
+    touch(tmp_path / "docs", "README.md")
+    with pytest.raises(ValueError, match=r"docs has no data file .*: correct --data"):
+        sources(tmp_path / "docs")
 
 
 def test_folder_is_sorted_out_by_words(tmp_path):
