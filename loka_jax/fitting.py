@@ -19,7 +19,6 @@ from typing import Any, get_type_hints
 import numpy as np
 import pyarrow as pa
 from pyarrow import dataset, parquet
-from rich.console import Console
 
 from loka_jax import jsonfile, named
 from loka_jax.cache_folder import cache_folder
@@ -99,9 +98,7 @@ def fit(
     test: Any = None,
     loss: Any = None,
     metrics: Mapping[str, Any] | None = None,
-    workdir: str | os.PathLike | None = None,
     settings: Mapping[str, Any] | None = None,
-    console: Console | None = None,
 ) -> FittedRun:
     """Trains a model on a table, as `loka train --config table` does.
 
@@ -119,16 +116,14 @@ def fit(
         loss: a function of your own, or "module:function", see
             `loka_jax.train.own_functions`; the log loss if None.
         metrics: such functions by name, which evaluations measure, too.
-        workdir: the new folder of the run; if None, one under `runs/`.
         settings: values of options by their names on the command line without dashes,
-            such as {"loop.epochs": 3, "data.dense": ("price",), "seed": 1}.
-        console: where progress is printed; the standard output if None.
+            such as {"loop.epochs": 3, "data.dense": ("price",), "workdir": "runs/one"}.
 
     Raises:
         ValueError: one sentence with the file, column or option, and the remedy.
         KeyboardInterrupt: if the run was stopped, after it was saved.
     """
-    console = console or standard_output()
+    console = standard_output()
     own = dict(settings or {})
     splits = {"path": data, "valid": valid, "test": test}
     for name, rows in splits.items():
@@ -142,8 +137,6 @@ def fit(
     if metrics is not None:
         kept = [f"{k}={_kept(f'the metric {k}', f)}" for k, f in metrics.items()]
         own["metrics"] = tuple(kept)
-    if workdir is not None:
-        own["workdir"] = pathlib.Path(workdir)
     config = changed(table_config(model), own)
     by_data = settings_for(config, console.print)
     own["data.transform"] = by_data.data.transform  # those named, and others

@@ -52,7 +52,8 @@ def test_a_call_trains_what_the_command_line_does(fitted, tmp_path):
     path = str(tmp_path / "log.parquet")
     parquet.write_table(pa.table(ROWS), path)
     settings = {"loop.epochs": 3, "top-mlp": (8,), "seed": 4, "data.min_count": 2}
-    found = fitted(path, label="click", workdir=tmp_path / "w", settings=settings)
+    settings["workdir"] = f"{tmp_path}/w"
+    found = fitted(path, label="click", settings=settings)
     line = f"--config table --data.path {path} --data.label click --loop.epochs 3"
     line += f" --workdir {tmp_path}/w --top-mlp 8 --seed 4 --data.min-count 2"
     assert found == parse(line.split())

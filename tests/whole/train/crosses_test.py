@@ -24,12 +24,11 @@ def table(rows, seed):
 def test_the_default_for_tables_finds_crosses(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     test = table(4000, 1)
-    settings = {"loop.max_steps": 60}
+    settings = {"loop.max_steps": 60, "workdir": tmp_path / "run"}
     run = loka_jax.fit(
         table(12_000, 0),
         label="click",
         test=test,
-        workdir=tmp_path / "run",
         settings=settings,
     )
     assert run.summary["config"]["embedding"]["crosses"] == ["user*item=241"]
