@@ -37,9 +37,10 @@ from loka_jax.data import Batch, Position
 from loka_jax.data.prefetch import placed
 from loka_jax.dispatch.plan import as_json
 from loka_jax.measure.timing import time_chains
-from loka_jax.train.build import Run, build, build_in_turn
+from loka_jax.train.build import Run, build
 from loka_jax.train.config import Config
 from loka_jax.train.folder.record import versions
+from loka_jax.train.in_turn import build_in_turn
 from loka_jax.train.mesh.placement import MeshPlacement
 from loka_jax.train.processes.group import Processes, leave, start
 from loka_jax.train.state import TrainState

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -12,30 +11,29 @@ from typing import Any
 import jax
 import optax
 from jax.experimental.multihost_utils import process_allgather
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
-from loka_jax import jsonfile, nn
+from loka_jax import nn
 from loka_jax.data import Batch, Dataset, Position, Splits, open_data
 from loka_jax.data.prefetch import Batches, prefetch
 from loka_jax.data.shards import ShardFolder
-from loka_jax.dispatch.gradient_wire import GradientSum, choose_sum
+from loka_jax.dispatch.gradient_wire import choose_sum
 from loka_jax.dispatch.hope import Hope
 from loka_jax.dispatch.performance import PerformanceModel
-from loka_jax.dispatch.plan import DispatchPlan, as_json
+from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.dispatch.review import Reviewer
 from loka_jax.measure.compiling import untuned_here
 from loka_jax.optim import make_dense_optimizer, make_row_optimizer, make_schedule
 from loka_jax.train import metrics, tasks
 from loka_jax.train.baselines import Baselines
-from loka_jax.train.checkpoints.orbax_files import meet
 from loka_jax.train.config import Config
 from loka_jax.train.mesh.devices import BATCH, mesh_of, scaled_sums
 from loka_jax.train.mesh.placement import MeshPlacement, placement_of
-from loka_jax.train.model import model_of
+from loka_jax.train.model import RunModel, model_of
 from loka_jax.train.own_functions import check_functions, require_functions
 from loka_jax.train.placement import Placement
 from loka_jax.train.planning import choose_plan, require_readable, resumed_plan
-from loka_jax.train.processes.group import Processes, hosts
+from loka_jax.train.processes.group import hosts
 from loka_jax.train.state import TrainState, init_without_tables
 from loka_jax.train.step import TrainStep, compiled_eval_step, make_train_step
 from loka_jax.train.tables.update import RowUpdate
@@ -260,24 +258,42 @@ def build(
     loop = config.loop
     # What needs no data first: these can take long.
     mesh = mesh_of(config.mesh, loop.batch_size, loop.microbatches)
+    _check_log(config, mesh)
     own = config.optim.loss, config.metrics
     require_functions(*own)
     if saved is None:
         require_readable(config)
-    splits = open_data(config.data, seed=config.seed, base=base)
-    splits = splits.crossed(config.embedding.crosses)
-    _check_log(config, mesh)
-    devices = 1 if mesh is None else mesh.size
-    model = model_of(config, splits.train.schema, devices)
-    check_functions(*own, tasks=len(splits.train.schema.labels))
+    splits = _open(config, mesh, base)
+    schema = splits.train.schema
+    model = model_of(config, schema, 1 if mesh is None else mesh.size)
+    check_functions(*own, tasks=len(schema.labels))
     placement = placement_of(
         *(mesh, config.mesh, model.tables, config.embedding.implementation),
         steps_per_call=loop.steps_per_call,
     )
-    groups = placement.shape[0] if config.mesh.sync == "weights" else 1
+    return _with_gradient_sum(_planned(config, splits, model, placement, saved, say))
+
+
+def _open(config: Config, mesh: Mesh | None, base: ShardFolder | None) -> Splits:
+    """Returns the splits of the data, whose batches lie on the devices of a mesh."""
+    splits = open_data(config.data, seed=config.seed, base=base)
+    splits = splits.crossed(config.embedding.crosses)
     # CPU devices share the cores that make the examples.
     if mesh is not None and jax.process_count() == 1 and jax.default_backend() == "gpu":
-        splits = splits.over(NamedSharding(mesh, BATCH))
+        return splits.over(NamedSharding(mesh, BATCH))
+    return splits
+
+
+def _planned(
+    config: Config,
+    splits: Splits,
+    model: RunModel,
+    placement: Placement,
+    saved: Any,
+    say: Callable[[str], None],
+) -> Run:
+    """Returns the run, under the saved plan or one that is chosen."""
+    loop = config.loop
     steps_per_epoch = splits.train.num_batches(loop.batch_size)
     total_steps = min(steps_per_epoch * loop.epochs, loop.max_steps or sys.maxsize)
     sites, source = model.list_sites(DispatchPlan()), config.source(splits.identity)
@@ -287,7 +303,7 @@ def build(
         chosen = resumed_plan(config, saved, sites, say, source=source)
     if chosen.observed is not None:
         config = config.observed(*chosen.observed)
-    run = Run(
+    return Run(
         config=config,
         splits=splits,
         placement=placement,
@@ -300,24 +316,33 @@ def build(
         hope=chosen.hope,
         optimizer=make_dense_optimizer(config.optim, total_steps),
         schedule=jax.jit(make_schedule(config.optim.lr, config.optim, total_steps)),
-        row_update=_row_update(config, total_steps, groups),
+        row_update=_row_update(config, total_steps, _groups(config, placement)),
         baselines=Baselines(splits.train, splits.valid),
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
     )
+
+
+def _with_gradient_sum(run: Run) -> Run:
+    """Returns the run with how its devices sum their gradients, if it has several."""
+    placement, optim = run.placement, run.config.optim
     if not isinstance(placement, MeshPlacement):
         return run
-    params = run.template()["params"]
-    wire = config.collectives.gradients
+    params, wire = run.template()["params"], run.config.collectives.gradients
     gradient_sum = choose_sum(wire, params, placement.size, hosts())
-    notes = (*run.plan_notes, gradient_sum.note)
-    if groups > 1 and config.optim.rows == "rowwise_adagrad":
-        notes = (*notes, scaled_sums(groups, config.optim))
+    notes, groups = (*run.plan_notes, gradient_sum.note), _groups(run.config, placement)
+    if groups > 1 and optim.rows == "rowwise_adagrad":
+        notes = (*notes, scaled_sums(groups, optim))
     placement = dataclasses.replace(placement, gradient_sum=gradient_sum)
     return dataclasses.replace(run, placement=placement, plan_notes=notes)
 
 
-def _check_log(config: Config, mesh: jax.sharding.Mesh | None) -> None:
+def _groups(config: Config, placement: Placement) -> int:
+    """Returns how many groups of devices have rows of their own."""
+    return placement.shape[0] if config.mesh.sync == "weights" else 1
+
+
+def _check_log(config: Config, mesh: Mesh | None) -> None:
     """Raises ValueError for what does not go with an event log."""
     if not config.data.is_log:
         return
@@ -331,53 +356,6 @@ def _check_log(config: Config, mesh: jax.sharding.Mesh | None) -> None:
         raise ValueError(
             "--data.stream passes over the data once: set --loop.epochs 1."
         )
-
-
-def build_in_turn(
-    processes: Processes, build_run: Callable[[Any], Run], plan: Any
-) -> Run:
-    """Returns the run, built by the first of several processes before the others.
-
-    They find the data that it has converted, and follow its plan, its choice of how
-    gradients are summed, and when Probe observes. It alone reviews the plan.
-
-    Args:
-        build_run: builds it, with a plan as JSON values, or None to choose one.
-        plan: of the checkpoint to go on from; None without one.
-
-    Raises:
-        ValueError: if several processes do not train on all of their devices.
-    """
-    first = build_run(plan) if processes.is_first else None
-    meet(processes, "built")
-    chosen = "" if first is None else jsonfile.dumps(_chosen(first))
-    chosen = json.loads(processes.same(chosen))
-    run = first or build_run(chosen["plan"])
-    placement = run.placement
-    if processes.count == 1:
-        return run
-    if placement.size != jax.device_count():
-        raise ValueError(
-            f"{processes.count} processes have {jax.device_count()} devices, and "
-            f"--mesh.replicas x --mesh.shards are {placement.size}: use all of them, "
-            "or start fewer processes."
-        )
-    assert isinstance(placement, MeshPlacement)
-    gradient_sum = GradientSum(**chosen["gradients"])
-    placement = dataclasses.replace(placement, gradient_sum=gradient_sum)
-    if processes.is_first:
-        return dataclasses.replace(run, placement=placement)
-    config = run.config
-    if chosen["begin"] is not None:
-        config = config.observed(chosen["begin"], tuple(chosen["recipes"]))
-    return dataclasses.replace(run, config=config, placement=placement, reviewer=None)
-
-
-def _chosen(run: Run) -> dict[str, Any]:
-    """Returns what all processes must do alike, as JSON values."""
-    probe = run.config.probe
-    observed = {"begin": probe.begin, "recipes": probe.recipes}
-    return {"plan": as_json(run.plan), **observed, **run.placement.choices()}
 
 
 def _row_update(config: Config, total_steps: int, groups: int) -> RowUpdate:

@@ -23,7 +23,7 @@ from loka_jax.measure.compiling import keep_compiled
 from loka_jax.report.run_page import write_run_page
 from loka_jax.saved_format import CHECKPOINTS
 from loka_jax.train import next_day
-from loka_jax.train.build import Run, build, build_in_turn
+from loka_jax.train.build import Run, build
 from loka_jax.train.checkpoints.checkpoint import Checkpoints, require_space
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.config import Config
@@ -43,6 +43,7 @@ from loka_jax.train.folder.record import (
 )
 from loka_jax.train.folder.source_run import SourceRun, keep_encoding, open_run
 from loka_jax.train.folder.workdir import choose_workdir, workdir_of
+from loka_jax.train.in_turn import build_in_turn
 from loka_jax.train.logs import log_lines
 from loka_jax.train.logs.printing import print_columns, print_data
 from loka_jax.train.logs.progress import TrainingProgress, resume_note

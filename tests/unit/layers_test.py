@@ -38,7 +38,7 @@ mesh loop_options
 config
 model planning cross_choice
 planner build settings
-observe
+observe in_turn
 ahead evaluation
 watch
 first_order

@@ -20,10 +20,10 @@ MISTAKES = [
     ),
     Mistake(
         "several processes review their plans apart",
-        f"{TRAIN}/build.py",
+        f"{TRAIN}/in_turn.py",
         "placement=placement, reviewer=None)",
         "placement=placement)",
-        "unit/train/build_test.py",
+        "unit/train/in_turn_test.py",
     ),
     Mistake(
         "weights' covariances are learned in every observed step",

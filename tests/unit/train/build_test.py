@@ -9,17 +9,15 @@ import pytest
 
 from loka_jax.data import WHOLE, Position
 from loka_jax.dispatch.first_use import CheckedPlan
-from loka_jax.dispatch.gradient_wire import GradientSum
 from loka_jax.dispatch.hope import Hope
 from loka_jax.dispatch.policy import Decision
 from loka_jax.optim import OptimConfig, make_schedule
 from loka_jax.site import Choice
 from loka_jax.train import build as build_lib
-from loka_jax.train.build import build, build_in_turn
+from loka_jax.train.build import build
 from loka_jax.train.config import EmbeddingConfig
 from loka_jax.train.mesh.devices import MeshConfig
 from loka_jax.train.placement import Placement
-from loka_jax.train.processes.group import Processes
 from loka_jax.train.tasks import LOG_LOSS
 from tests.support import train as support
 from tests.support import without_data
@@ -124,37 +122,3 @@ def test_optimizers_and_schedules_are_those_of_the_options():
         assert rows_rate == pytest.approx(rate / 2)
     update = run.row_update
     assert (update.l2, update.implementation, update.rounding_seed) == (0.125, "xla", 9)
-
-
-TOLD = """
-{
-  "plan": {"a": 1},
-  "begin": 5,
-  "recipes": ["fp8_rowwise"],
-  "gradients": {"wire": "bf16", "reason": "r", "num_bytes": 3}
-}
-"""
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_processes_build_in_turn_what_the_first_has_chosen(monkeypatch, index):
-    events, said = [], []
-    monkeypatch.setattr(build_lib, "meet", lambda *args: events.append(args[1]))
-    same = lambda _, text: said.append(text) or TOLD  # noqa: E731
-    monkeypatch.setattr(Processes, "same", same)
-    monkeypatch.setattr(jax, "device_count", lambda: 4)
-    run = run_of(MeshConfig(replicas=2, shards=2))
-    gradient_sum = GradientSum("int8", "as asked", 8)
-    placement = dataclasses.replace(run.placement, gradient_sum=gradient_sum)
-    own = dataclasses.replace(run, placement=placement, reviewer="reviewer")
-    build_run = lambda plan: events.append(plan) or own  # noqa: E731
-    run = build_in_turn(Processes(index, 2), build_run, "saved")
-    assert events == (["built", {"a": 1}] if index else ["saved", "built"])
-    assert run.placement.gradient_sum == ("bf16", "r", 3)
-    # The first one alone reviews the plan; all observe when it does.
-    assert run.reviewer == (None if index else "reviewer")
-    assert run.config.probe.begin == (5 if index else None)
-    assert bool(said[0]) == ("int8" in said[0]) == (index == 0)
-    monkeypatch.setattr(jax, "device_count", lambda: 8)
-    with pytest.raises(ValueError, match="2 processes have 8 devices, and .* are 4"):
-        build_in_turn(Processes(index, 2), build_run, None)
