@@ -18,7 +18,6 @@ from loka_jax.commands import as_commands
 from loka_jax.data import Position
 from loka_jax.data.places import changes
 from loka_jax.dispatch.plan import as_json
-from loka_jax.dispatch.printing import plain, print_plan, print_sites
 from loka_jax.measure.compiling import keep_compiled
 from loka_jax.report.run_page import write_run_page
 from loka_jax.saved_format import CHECKPOINTS
@@ -45,12 +44,11 @@ from loka_jax.train.folder.source_run import SourceRun, keep_encoding, open_run
 from loka_jax.train.folder.workdir import choose_workdir, workdir_of
 from loka_jax.train.in_turn import build_in_turn
 from loka_jax.train.logs import log_lines
-from loka_jax.train.logs.printing import print_columns, print_data
+from loka_jax.train.logs.printing import print_run
 from loka_jax.train.logs.progress import TrainingProgress, resume_note
 from loka_jax.train.logs.timing import Profiler
 from loka_jax.train.logs.trackers import Trackers
 from loka_jax.train.loop import Loop
-from loka_jax.train.mesh.devices import used_devices
 from loka_jax.train.processes import group
 from loka_jax.train.processes.group import ALONE, Processes
 from loka_jax.train.processes.signals import stop_on_signals
@@ -221,7 +219,8 @@ def _build(
     def build_run(plan: Any) -> Run:
         with display.doing("preparing data, model and plan"):
             run = build(config, plan, display.say, base)
-        _print_run(run, console)
+        print_run(console, run)
+        _require_steps_to_profile(run)
         return run
 
     plan = None if start is None else start.saved.meta.get("plan", {})
@@ -254,21 +253,11 @@ def _resumed(start: SourceRun | None) -> Saved | None:
     return start.saved if start is not None and start.is_resumed else None
 
 
-def _print_run(run: Run, console: Console):
-    config, report = run.config, run.splits.report
-    print_data(console, report)
-    schema = run.splits.train.schema
-    dims = config.embedding.dims_of(schema.fields, schema.owners)
-    print_columns(console, report, dims)
-    if run.placement.size > 1:
-        console.print(used_devices(*run.placement.shape))
-    print_sites(console, run.running_sites)
-    print_plan(console, run.plan, run.plan_notes, run.sites)
-    if run.outlook:
-        console.print(plain(run.outlook))
-    if config.run.profile_steps().start >= run.total_steps:
+def _require_steps_to_profile(run: Run):
+    options = run.config.run
+    if options.profile_steps().start >= run.total_steps:
         raise ValueError(
-            f"--profile {config.run.profile} starts after the run's last step "
+            f"--profile {options.profile} starts after the run's last step "
             f"{run.total_steps - 1}: start earlier."
         )
 

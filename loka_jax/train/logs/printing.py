@@ -1,4 +1,4 @@
-"""Console output of a run on its data and its quality: tables, and sentences."""
+"""Console output of a run on its data, plan and quality: tables, and sentences."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -6,8 +6,10 @@ from typing import Any
 
 from rich.console import Console
 
-from loka_jax.dispatch.printing import plain, print_table
+from loka_jax.dispatch.printing import plain, print_plan, print_sites, print_table
 from loka_jax.terminal import KIND_WORDS
+from loka_jax.train.build import Run
+from loka_jax.train.mesh.devices import used_devices
 
 _MAX_COLUMNS = 40  # categorical columns in a table
 
@@ -34,6 +36,20 @@ def quality_lines(what: str, values: Mapping[str, Any], after: str = "") -> list
         f"{what}{mean}: {quality_text(values)}{after}",
         *(f"  {name}: {quality_text(part)}" for name, part in tasks.items()),
     ]
+
+
+def print_run(console: Console, run: Run):
+    """Prints the data, columns, sites and plan of a run before its first step."""
+    report, schema = run.splits.report, run.splits.train.schema
+    print_data(console, report)
+    dims = run.config.embedding.dims_of(schema.fields, schema.owners)
+    print_columns(console, report, dims)
+    if run.placement.size > 1:
+        console.print(used_devices(*run.placement.shape))
+    print_sites(console, run.running_sites)
+    print_plan(console, run.plan, run.plan_notes, run.sites)
+    if run.outlook:
+        console.print(plain(run.outlook))
 
 
 def print_data(console: Console, report: dict):

@@ -48,7 +48,7 @@ def sessions(monkeypatch):
 
     values = dict(auc=0.7, logloss=0.5, calibration=1.0)
     monkeypatch.setattr(session, "build", build)
-    monkeypatch.setattr(session, "_print_run", lambda *_: None)
+    monkeypatch.setattr(session, "print_run", lambda *_: None)
     monkeypatch.setattr(session, "write_run_page", lambda page, run: page.touch())
     evaluate = lambda run, state, _: values | {"ne": NES[int(state.step)]}  # noqa: E731
     monkeypatch.setattr(loop_lib, "evaluate", evaluate)
