@@ -23,6 +23,7 @@ from experiments.bench.latency import percentiles, platform
 from experiments.configs import find_config
 from loka_jax import scaling
 from loka_jax.data import sequences, transforms
+from loka_jax.data.capacities import ladder
 from loka_jax.data.events import layout_of
 from loka_jax.data.planted_events import schema_of_events
 from loka_jax.data.reader import record_dtype_of
@@ -93,7 +94,7 @@ def call_of(trained: Trained, history: int, count: int) -> Callable[[], Any]:
     """Returns a call that scores so many candidates of a user."""
     schema, layout = trained.schema, layout_of(trained.config.data, trained.schema)
     encoding = rows.encoding_of(*inputs_as_given(schema, layout), sequences, transforms)
-    size = sequences.ladder(layout.longest + count - 1)[0]
+    size = ladder(layout.longest + count - 1)[0]
     sites = trained.model.list_sites(DispatchPlan(), size)
     plan = plans.make_plan(
         sites,

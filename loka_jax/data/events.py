@@ -23,6 +23,7 @@ from loka_jax.data.batch import (
     Schema,
     examples_of,
 )
+from loka_jax.data.capacities import capacities
 from loka_jax.data.config import DataConfig
 from loka_jax.data.reader import key_of, permute
 from loka_jax.data.sequences import (
@@ -130,7 +131,7 @@ class EventDataset(Dataset):
             starts = np.maximum(log.first[anchors], stops - layout.history)
         counts = np.where(is_real, stops - starts, 0)
         fixed = np.where(is_real, layout.contexts + (not layout.is_all), 0)
-        most, *_ = capacities = layout.capacities(batch_size)
+        most, *_ = sizes = capacities(layout, batch_size)
         counts, left_out = _shortened(counts, most - int(fixed.sum()), layout)
         self.left_out += left_out
         sequences = Sequences(
@@ -147,7 +148,7 @@ class EventDataset(Dataset):
             is_own = log.split[rows.event] == self._split
             is_target = rows.is_candidate & is_own
             is_target &= rows.event >= anchors[rows.sequence]
-        capacity = min(size for size in capacities if size >= len(rows.event))
+        capacity = min(size for size in sizes if size >= len(rows.event))
         shape = Shape(capacity, batch_size, layout.targets(batch_size, capacity))
         targets = np.flatnonzero(is_target)
         arrays = arrays_of(log, layout, sequences, rows, targets=targets, shape=shape)

@@ -1,8 +1,6 @@
 """How histories of an event log become the jagged rows of a batch.
 
-A batch is jagged: the rows of its sequences one after another, C of them. C is one of a
-ladder of capacities, the smallest that holds the batch, so that few shapes are
-compiled.
+A batch is jagged: the rows of its sequences one after another, and rows of padding.
 
 Candidates are events to be scored. The history of one are the strictly earlier events
 of its user that are known. Candidates of one user and time have one history, and are
@@ -23,8 +21,6 @@ from typing import NamedTuple
 import numpy as np
 
 MOST_CANDIDATES = 512  # of a batch
-_STEP = 1.25  # from one capacity to the next: an eighth of the rows is padding
-_MULTIPLE = 128  # of a capacity
 
 
 class EventLog(NamedTuple):
@@ -128,27 +124,9 @@ class Layout(NamedTuple):
         """The most rows of a sequence."""
         return self.contexts + self.history * self.rows_of_event + (not self.is_all)
 
-    def capacities(self, batch_size: int) -> list[int]:
-        """Returns the numbers of rows that batches have, in falling order."""
-        most = batch_size * self.longest
-        return ladder(min(most, self.limit or most))
-
     def targets(self, batch_size: int, capacity: int) -> int:
         """Returns the number of labels, with padding, of a batch."""
         return capacity // 2 if self.is_all else batch_size
-
-
-def ladder(most: int) -> list[int]:
-    """Returns capacities in falling order, of which the first holds so many rows."""
-    sizes = [_multiple(most)]
-    while sizes[-1] > _MULTIPLE:
-        below = _multiple(int(sizes[-1] / _STEP))
-        sizes.append(below if below < sizes[-1] else sizes[-1] - _MULTIPLE)
-    return sizes
-
-
-def _multiple(size: int) -> int:
-    return -(-size // _MULTIPLE) * _MULTIPLE
 
 
 class Shape(NamedTuple):

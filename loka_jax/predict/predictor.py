@@ -20,6 +20,7 @@ from jaxtyping import Array
 from loka_jax import nn
 from loka_jax.data import Position
 from loka_jax.data.blocks import Block, find_columns
+from loka_jax.data.capacities import ladder
 from loka_jax.data.config import features_of
 from loka_jax.data.crosses import CrossedDataset, crosses_of
 from loka_jax.data.events import batch_of, layout_of
@@ -32,7 +33,6 @@ from loka_jax.data.sequences import (
     Shape,
     are_candidates,
     candidate_batches,
-    ladder,
     rows_of_lists,
 )
 from loka_jax.data.values import Counts

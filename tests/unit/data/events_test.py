@@ -8,6 +8,7 @@ import pytest
 
 from loka_jax.data import DataConfig, Position, Schema, open_data
 from loka_jax.data.batch import ids_of_labels
+from loka_jax.data.capacities import capacities
 from loka_jax.data.events import EventDataset
 from loka_jax.data.reader import record_dtype_of
 from loka_jax.data.sequences import Layout, make_log
@@ -183,11 +184,11 @@ def test_a_batch_is_padded_by_sequences_without_rows_and_rows_without_events():
 
 
 def test_capacities_are_few_and_hold_what_they_must():
-    ladder = LAST.capacities(1000)
+    ladder = capacities(LAST, 1000)
     assert ladder[0] >= 1000 * LAST.longest and len(ladder) < 25
     assert ladder[-1] == 128 and all(size % 128 == 0 for size in ladder)
     assert ladder == sorted(set(ladder), reverse=True)
-    assert LAST._replace(limit=300).capacities(1000)[0] == 384
+    assert capacities(LAST._replace(limit=300), 1000)[0] == 384
 
 
 def test_what_does_not_fit_is_cut_from_the_oldest_events_of_the_longest_and_counted():
