@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
+from experiments.bench import padded_attention
 from experiments.bench import result as results
 from loka_jax import fp8, jagged, quality
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Pass, Rule
@@ -212,9 +213,11 @@ def measure(case: Case, arguments: Arguments) -> Iterator[tuple[str, dict[str, A
 def _anchors(case: Case, offsets, operands, has_cudnn: bool) -> dict[str, Form]:
     """Returns XLA's forms, of jagged and of padded rows, and cuDNN's."""
     padded = _padded_operands(case)
-    anchors = {"xla dense": (_dense(case), padded)}
+    dense = padded_attention.dense(case.size, case.max_length)
+    anchors = {"xla dense": (dense, padded)}
     if has_cudnn:
-        anchors["cudnn softmax"] = _softmax(case), padded
+        lengths = None if case.lengths == "full" else np.diff(case.offsets())
+        anchors["cudnn softmax"] = padded_attention.softmax(lengths), padded
     anchors["xla jagged"] = _whole(case, offsets, ops.BY_XLA), operands
     return {
         f"{name} {work}": Form(run, own, work)
@@ -348,43 +351,7 @@ def _whole(case: Case, offsets, plan) -> dict[str, Callable]:
     """Returns the attention forward, and with its gradients."""
     how = dict(scale=case.size**-0.5, max_length=case.max_length, plan=plan)
     run = functools.partial(ops.jagged_attention, offsets=offsets, **how)
-    return _both(run)
-
-
-def _softmax(case: Case) -> dict[str, Callable]:
-    """Returns cuDNN's causal softmax attention of padded rows, likewise."""
-    lengths = jnp.asarray(np.diff(case.offsets()), jnp.int32)
-    masks: dict[str, Any] = dict(is_causal=True, implementation="cudnn")
-    if case.lengths != "full":
-        masks |= dict(query_seq_lengths=lengths, key_value_seq_lengths=lengths)
-    return _both(functools.partial(jax.nn.dot_product_attention, **masks))
-
-
-def _dense(case: Case) -> dict[str, Callable]:
-    """Returns the attention of padded rows as a dense product, likewise.
-
-    Rows of padding are the last of their sequence, which no other row sees.
-    """
-
-    def attention(q, k, v):
-        scores = case.size**-0.5 * jnp.einsum("bihd,bjhd->bhij", q, k)
-        seen = jnp.tri(q.shape[1], dtype=q.dtype)[None, None]
-        weights = jax.nn.silu(scores) * seen / case.max_length
-        return jnp.einsum("bhij,bjhd->bihd", weights, v)
-
-    return _both(attention)
-
-
-def _both(attention: Callable) -> dict[str, Callable]:
-    def forward(q, k, v, gradient):
-        del gradient
-        return [attention(q, k, v)]
-
-    def both(q, k, v, gradient):
-        out, pull = jax.vjp(attention, q, k, v)
-        return [out, *pull(gradient)]
-
-    return {"forward": forward, "both": both}
+    return padded_attention.both(run)
 
 
 def _pass(case: Case, offsets, attend: Callable, kind: Pass, q, k, v, gradient):
