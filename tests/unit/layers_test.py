@@ -39,9 +39,9 @@ config
 model planning cross_choice
 planner build settings
 observe in_turn
-ahead evaluation
+evaluation
 watch
-first_order
+ahead first_order
 logs
 folder
 loop
