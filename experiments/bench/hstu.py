@@ -37,6 +37,7 @@ from experiments.bench.wide_models import Inference, Training
 from experiments.configs import find_config
 from loka_jax import nn
 from loka_jax.data import Events
+from loka_jax.dispatch.attention import IN_FP8
 from loka_jax.models import Hstu
 
 _PEAK = 989e12  # FLOP/s of an H100 or H200 in bfloat16
@@ -190,11 +191,14 @@ def measure(case: Case, arm: str, kind: str, arguments: Arguments) -> dict[str, 
 
 def _planned(model: Sequences, arm: str, recipe: str, sets, few):
     """Returns the model of an arm, its variables and its inputs."""
-    if arm != (arm := arm.removesuffix(" attention")):
-        model = model.clone(fp8_attention=True)
+    is_fp8_attention = arm != (arm := arm.removesuffix(" attention"))
     if arm.startswith("dense"):
         arm, model = arm.replace("dense", "xla"), model.clone(is_dense=True)
     planned = wide_models.arm_of(model, arm, recipe, sets[0])
+    if is_fp8_attention:
+        paths = (f"layer_{number}/attention" for number in range(model.num_layers))
+        choices = *planned.choices, *((path, IN_FP8) for path in paths)
+        planned = dataclasses.replace(planned, choices=choices)
     variables = models.initialized(planned.by_xla(), few)
     if planned.is_delayed:
         planned = dataclasses.replace(planned, scales_initialized=True)

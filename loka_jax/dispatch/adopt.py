@@ -30,6 +30,7 @@ from rich.console import Console
 
 from loka_jax import jsonfile
 from loka_jax.dispatch import plan as plans
+from loka_jax.dispatch.attention import in_bf16 as bf16_of
 from loka_jax.dispatch.candidates import why_not_runnable
 from loka_jax.dispatch.first_use import CheckedPlan, check_plan
 from loka_jax.dispatch.header import Header, header_here
@@ -203,10 +204,11 @@ class _Choosing:
         plan, performance, notes = self._checked(make_plan, performance)
         sentence = last_line(plan, self.sites, performance, make_plan, _REMEDIES)
         planned = self._planned(plan, sentence)
-        if all(choice == BF16 for _, choice in plan.choices):
+        slower = "the whole step is faster in it"
+        of_sites = {x.path: Decision(bf16_of(x), slower) for x in self.sites}
+        in_bf16 = plan.changed({path: of_sites[path] for path, _ in plan.choices})
+        if plan.choices == in_bf16.choices:
             return planned, sentence, notes
-        slower = Decision(BF16, "the whole step is faster in it")
-        in_bf16 = plan.changed({path: slower for path, _ in plan.decisions})
         in_bf16 = self._planned(in_bf16, "")
         times = self._times(in_bf16, planned)
         if times is None:

@@ -58,6 +58,8 @@ def why_not_runnable(
             "machine has none"
         )
     for site in sites:
+        if site.attention is not None:
+            continue
         choice = choices.get(site.path, BF16)
         reason = why_no_fp8(local_device()) if choice.is_fp8 else None
         if site.path in kernels:

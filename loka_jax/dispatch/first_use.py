@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from loka_jax.dispatch.at_start import candidate_job, measure_into_cache
+from loka_jax.dispatch.attention import IN_BF16, known_times, with_attention_times
 from loka_jax.dispatch.candidates import table_key
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.measuring import Job
@@ -60,7 +61,11 @@ def check_plan(
         budget: the user's name for it.
         turns: as in `measure_all`.
     """
-    plan, left = make_plan(performance), seconds
+    start, left = time.monotonic(), seconds
+    if seconds > 0 and turns is None:  # else before, while nothing else ran
+        performance = with_attention_times(performance, sites, say)
+        left -= time.monotonic() - start
+    plan = make_plan(performance)
     while left > 0:
         if not (jobs := to_check(make_plan, sites, performance, pass_name)):
             break
@@ -135,12 +140,23 @@ def sites_us(
     plan: DispatchPlan, sites: Sequence[Site], performance: PerformanceModel
 ) -> float:
     """Returns the microseconds of a plan's sites, as far as known, in a step."""
-    us, decisions = 0.0, dict(plan.decisions)
-    for site in sites:
-        times = performance.estimates(site.spec).entry.times.get("training", {})
-        if site.path in decisions and BF16.name in times:
-            us += times[BF16.name] / (decisions[site.path].speedup or 1.0)
-    return us
+    decisions = dict(plan.decisions)
+    return sum(
+        bf16_us(site, performance) / (decisions[site.path].speedup or 1.0)
+        for site in sites
+        if site.path in decisions
+    )
+
+
+def bf16_us(site: Site, performance: PerformanceModel) -> float:
+    """Returns the microseconds of a site in XLA's bfloat16, 0 if they are not known.
+
+    Of an attention, those of the forward pass by its kernels.
+    """
+    if site.attention is not None:
+        return known_times(site, performance).get(IN_BF16.name, 0.0)
+    times = performance.estimates(site.spec).entry.times.get("training", {})
+    return times.get(BF16.name, 0.0)
 
 
 def unchecked(
@@ -156,10 +172,11 @@ def unchecked(
     chained = {
         site.path for chain in chains_of(sites) if len(chain) > 1 for site in chain
     }
-    specs = {site.path: table_key(site.spec) for site in sites}
+    specs = {x.path: table_key(x.spec) for x in sites if x.attention is None}
     chains: dict[tuple[SiteSpec, Choice], bool] = {}  # by candidate: in a chain, too
     for path, choice in itertools.chain(*(plan.choices for plan in plans)):
-        spec = specs[path]
+        if (spec := specs.get(path)) is None:
+            continue
         estimates = performance.estimates(spec)
         if choice == BF16 or estimates.spread(pass_name, choice) is None:
             continue

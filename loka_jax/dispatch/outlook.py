@@ -21,14 +21,19 @@ from typing import NamedTuple
 import jax
 
 from loka_jax.dispatch.candidates import why_no_fp8
-from loka_jax.dispatch.first_use import NOT_CHECKED, as_if_accurate, sites_us
+from loka_jax.dispatch.first_use import (
+    NOT_CHECKED,
+    as_if_accurate,
+    bf16_us,
+    sites_us,
+)
 from loka_jax.dispatch.performance import PerformanceModel
 from loka_jax.dispatch.plan import DispatchPlan, is_open
 from loka_jax.dispatch.policy import NOT_MEASURED
 from loka_jax.group import Cross, Dense, Member
 from loka_jax.nn import Site
 from loka_jax.ops.device import local_device
-from loka_jax.site import BF16, SiteSpec
+from loka_jax.site import SiteSpec
 
 _LARGER = (4, 16)  # batches that are tried
 # Of a training step with so many sites, and of an evaluation: Wukong M's 30 sites took
@@ -61,11 +66,9 @@ def speedup(
     plan: DispatchPlan, sites: Sequence[Site], performance: PerformanceModel
 ) -> float:
     """Returns how many times faster a plan's sites are than by XLA's bfloat16."""
-    entries = (performance.estimates(x.spec).entry for x in sites if is_open(x))
-    times = (entry.times.get("training", {}) for entry in entries)
-    bf16_us = sum(by_name.get(BF16.name, 0.0) for by_name in times)
+    decided = [x for x in sites if is_open(x) or x.attention is not None]
     us = sites_us(plan, sites, performance)
-    return bf16_us / us if us else 1.0
+    return sum(bf16_us(x, performance) for x in decided) / us if us else 1.0
 
 
 def last_line(
@@ -138,7 +141,8 @@ def _why_inaccurate(
 ) -> str:
     """Returns which errors keep FP8 out, by which sites would gain that much."""
     wanted = [path for path, choice in hoped.choices if choice.is_fp8]
-    reasons = {path: dict(plan.decisions)[path].runner_up or "" for path in wanted}
+    lost = {path: x.runner_up or x.reason for path, x in plan.decisions}
+    reasons = {path: lost[path] for path in wanted}
     not_known = [p for p, x in reasons.items() if NOT_MEASURED in x or "borrowed" in x]
     would = f"would make all sites {gain:.0%} faster"
     if not_known:

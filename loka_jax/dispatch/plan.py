@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from loka_jax import jsonfile
+from loka_jax.dispatch.attention import decide_attention, ruled_attention
 from loka_jax.dispatch.candidates import why_no_fp8, why_not
 from loka_jax.dispatch.chains import chain_times, fastest
 from loka_jax.dispatch.groups import Deciding, Known, decide_group, groups_of
@@ -89,11 +90,16 @@ def make_plan(
         heads = below_heads(sites) if roles == ROLES else {}
         options = _Options(performance, limits, config, roles, errors or {}, heads)
         decisions = _decide(sites, options)
+        for site in sites:
+            if site.attention is not None and site.recipe != "f32":
+                decisions[site.path] = _decide_attention(site, options)
+        decisions = {x.path: decisions[x.path] for x in sites if x.path in decisions}
     for pattern, name in (rules or {}).items():
         matched = [
             site
             for site in sites
-            if site.has_choice and fnmatch.fnmatchcase(site.path, pattern)
+            if (site.has_choice or site.attention is not None)
+            and fnmatch.fnmatchcase(site.path, pattern)
         ]
         if not matched:
             paths = ", ".join(site.path for site in sites)
@@ -244,6 +250,12 @@ def _decide_group(
     return decide_group(Deciding(group, known, apart, options.limits, roofline))
 
 
+def _decide_attention(site: Site, options: _Options) -> Decision:
+    reason = _why_bf16(site, options)
+    terms = _terms(site, options, {} if reason is None else {site.path: reason})
+    return decide_attention(site, options.performance, options.limits, terms)
+
+
 def _terms(site: Site, options: _Options, not_fp8: Mapping[str, str]) -> Terms:
     return Terms(
         source=options.source(site),
@@ -311,6 +323,11 @@ def _in_chain(
 
 
 def _ruled(site: Site, pattern: str, name: str) -> Decision:
+    if site.attention is not None:
+        try:
+            return Decision(ruled_attention(site, name), f"rule {pattern!r}")
+        except ValueError as error:
+            raise ValueError(f"rule {pattern!r}: {error}") from None
     full_name = name if name.partition(" ")[0] in PROVIDERS else f"xla {name}"
     choice = Choice.parse(full_name)
     reason = why_not(choice, site.spec)

@@ -90,12 +90,14 @@ def make_form(
     device = _any_device(platform) if by_xla else _device_of(platform)
     with tracing(device) as left_out:
         sites = trained.model.list_sites(DispatchPlan(), batch_size)
-        specs = {site.path: site.spec for site in sites}
+        by_path = {site.path: site for site in sites}
         choices, twins = [], {}
         for path, choice in plan.choices:
-            reason = NO_TRITON
-            if choice.provider != "triton":
-                reason = resolve(specs[path], choice, device).why_not
+            reason, attention = NO_TRITON, by_path[path].attention
+            if attention is not None:
+                reason = None if choice.provider == "xla" else attention.why_xla
+            elif choice.provider != "triton":
+                reason = resolve(by_path[path].spec, choice, device).why_not
             if reason is not None:
                 twins[path] = f"{choice.name}: {reason}"
                 choice = Choice("xla", choice.recipe)

@@ -58,7 +58,6 @@ class Hstu(RankingModel):
             all.
         oldest: rows after those of the sample that are seen whatever the window; none
             if None.
-        fp8_attention: the attention's forward products are in FP8, too.
         truncate_after: layers after which only the newest rows of a sequence go on;
             None for no truncation.
         truncate_to: rows that go on, with one candidate.
@@ -85,7 +84,6 @@ class Hstu(RankingModel):
     age_unit: float = 60.0
     window: int | None = None
     oldest: int | None = None
-    fp8_attention: bool = False
     truncate_after: int | None = None
     truncate_to: int = 256
     num_tasks: int = 1
@@ -153,7 +151,6 @@ class Hstu(RankingModel):
             max_length=self.max_length,
             window=self.window,
             oldest=self.oldest or 0,
-            fp8_attention=self.fp8_attention,
             dropout_rate=self.layer_dropout_rate,
             recipe=self.recipe,
             use_bias=self.bias,

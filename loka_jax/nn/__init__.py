@@ -11,8 +11,9 @@ from loka_jax.nn.convert import Converted, convert
 from loka_jax.nn.dense import Dense, Fp8DotGeneral
 from loka_jax.nn.embeddings import Compress, Fm, FmLcb, JoinedNorm
 from loka_jax.nn.group import runs_tails
-from loka_jax.nn.hstu import HstuLayer, jagged_attention, newest_rows
+from loka_jax.nn.hstu import HstuLayer, newest_rows
 from loka_jax.nn.interaction import CrossDeep, CrossNet, Head
+from loka_jax.nn.jagged_attention import jagged_attention
 from loka_jax.nn.mlp import Mlp
 from loka_jax.nn.norm_dense import NormDense, NormParameters
 from loka_jax.nn.norms import (

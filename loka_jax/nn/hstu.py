@@ -1,4 +1,4 @@
-"""A layer of HSTU on jagged rows, and its attention.
+"""A layer of HSTU on jagged rows.
 
 C is the number of rows of all sequences together, B that of sequences, h of heads.
 """
@@ -12,41 +12,11 @@ from jaxtyping import Array, Float, Int32
 
 from loka_jax import jagged
 from loka_jax.jagged import Rule
-from loka_jax.nn.batched import BatchedSite
-from loka_jax.nn.context import current
+from loka_jax.nn.jagged_attention import JaggedAttention
 from loka_jax.nn.norm_dense import NormParameters
-from loka_jax.nn.norms import check_choice, normalize
+from loka_jax.nn.norms import normalize
 from loka_jax.nn.pre_norm_dense import PreNormDense
-from loka_jax.ops import jagged_attention as ops
-from loka_jax.ops.device import local_device
 from loka_jax.recipe import Recipe
-from loka_jax.site import SiteSpec
-
-
-def jagged_attention(
-    q: Float[Array, "C h d_qk"],
-    k: Float[Array, "C h d_qk"],
-    v: Float[Array, "C h d_v"],
-    offsets: Int32[Array, " B_plus_1"],
-    *,
-    rule: Rule = jagged.CAUSAL,
-    scale: float,
-    max_length: int,
-    is_fp8: bool = False,
-    implementation: Literal["xla"] | None = None,
-) -> Float[Array, "C h d_v"]:
-    """Returns `ops.jagged_attention` by kernels where they serve it, and else by XLA.
-
-    Args:
-        is_fp8: the forward pass is in FP8, E4M3 without scales.
-        implementation: "xla" for XLA everywhere.
-
-    Raises:
-        ValueError: as of `ops.jagged_attention`.
-    """
-    how: dict[str, Any] = dict(rule=rule, scale=scale, max_length=max_length)
-    plan = _plan(q, v, implementation, is_fp8)
-    return ops.jagged_attention(q, k, v, offsets, plan=plan, **how)
 
 
 def newest_rows(
@@ -67,17 +37,6 @@ def newest_rows(
     return x[rows], kept, jnp.maximum(targets - left_out, 0)
 
 
-def _plan(
-    q: Array, v: Array, implementation: Literal["xla", "group"] | None, is_fp8: bool
-) -> ops.AttentionPlan:
-    """Returns what runs attention on the device that sites are planned for."""
-    check_choice("implementation", implementation, ("xla", "group", None))
-    device = current().device or local_device()
-    plan = ops.plan_jagged_attention(q, v, device, is_fp8=is_fp8)
-    by_xla = plan._replace(why_xla=ops.BY_XLA.why_xla)
-    return by_xla if implementation == "xla" else plan
-
-
 class HstuLayer(linen.Module):
     """A layer of HSTU, as its published code has it.
 
@@ -85,9 +44,8 @@ class HstuLayer(linen.Module):
         A V          = silu(Q K^T / sqrt(d_qk)) / N  V       over the rows seen
         X'           = X + [U; A V; norm(A V) * U] W_o
 
-    `uvqk` and `out` are sites, each a group with its norm or sum; the products `scores`
-    and `values` are within each sequence, and run in the compute dtype, or forward in
-    FP8.
+    `uvqk` and `out` are sites, each a group with its norm or sum; `attention` is one,
+    too, which runs in the compute dtype unless its choice is forward in FP8.
 
     Attributes:
         num_heads: h.
@@ -95,7 +53,6 @@ class HstuLayer(linen.Module):
         v_dim: of a head, for U, V and A V.
         max_length: N, not less than the rows of the longest sequence.
         window: of rows seen; see `jagged.Rule`, also for `oldest`.
-        fp8_attention: the forward pass of the attention is in FP8.
         dropout_rate: of what `out` reads, in training.
         implementation: "xla" for XLA everywhere, "group" for groups of the products.
 
@@ -109,7 +66,6 @@ class HstuLayer(linen.Module):
     max_length: int
     window: int | None = None
     oldest: int = 0
-    fp8_attention: bool = False
     dropout_rate: float = 0.0
     recipe: str | Recipe = "fp8_tensorwise"
     use_bias: bool = True
@@ -148,17 +104,16 @@ class HstuLayer(linen.Module):
         dropped = linen.Dropout(self.dropout_rate, deterministic=not train)(joined)
         return self._dense(width, "out", use_bias=False)(dropped, x)
 
-    @linen.nowrap
     def _attend(
         self, q: Array, k: Array, v: Array, offsets: Array, rule: Rule
     ) -> Float[Array, "C h d_v"]:
-        """Returns the attention, and announces its products."""
-        count, length = len(q), self.max_length
-        plan = _plan(q, v, self.implementation, self.fp8_attention)
-        self._announce("scores", SiteSpec(m=count, k=self.qk_dim, n=length), plan)
-        self._announce("values", SiteSpec(m=count, k=length, n=self.v_dim), plan)
-        how: dict[str, Any] = dict(rule=rule, scale=self.qk_dim**-0.5, plan=plan)
-        return ops.jagged_attention(q, k, v, offsets, max_length=length, **how)
+        site = JaggedAttention(
+            max_length=self.max_length,
+            recipe=self.recipe,
+            implementation=self.implementation,
+            name="attention",
+        )
+        return site(q, k, v, offsets, rule)
 
     @linen.nowrap
     def _dense(self, features: int, name: str, **options: Any) -> PreNormDense:
@@ -167,7 +122,3 @@ class HstuLayer(linen.Module):
         return PreNormDense(
             features, implementation=implementation, name=name, **options
         )
-
-    def _announce(self, name: str, spec: SiteSpec, plan: ops.AttentionPlan) -> None:
-        site = BatchedSite(self.recipe, name=name)
-        site.announce(self.num_heads, spec, together=plan)

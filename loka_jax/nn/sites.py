@@ -74,6 +74,11 @@ class Site:
         return self.plan.spec
 
     @property
+    def attention(self) -> AttentionPlan | None:
+        """What runs the site if it is an attention; None if it is a product."""
+        return self.together if isinstance(self.together, AttentionPlan) else None
+
+    @property
     def in_group(self) -> bool:
         """True if the site runs with those of its group as one operation."""
         return self.plan.choice.provider == "group"
@@ -121,8 +126,8 @@ class Site:
         """Why no role runs in FP8, or None if one does."""
         if self.left is not None:
             return self.left
-        if isinstance(self.together, AttentionPlan):
-            return self.together.why_not_fp8
+        if self.attention is not None:
+            return self.attention.why_not_fp8
         if self.batch is not None:
             return f"a batched product ({self.batch} of them)"
         why_not = self.plan.why_no_fp8
@@ -146,7 +151,7 @@ class Site:
 
     @property
     def has_choice(self) -> bool:
-        """True if the site can run by another choice."""
+        """True if the site is a product that can run by another choice."""
         is_left = self.left is not None and self.default is None
         return self.batch is None and not is_left
 

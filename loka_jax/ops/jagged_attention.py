@@ -27,8 +27,12 @@ from loka_jax import checked, fp8, jagged
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Pass, Rule, Visibility
 from loka_jax.mapped import by_kernel, equally_varying
 from loka_jax.ops.device import Device
+from loka_jax.ops.mesh_axes import varying_axes
+from loka_jax.probe.live_errors import LiveErrors, errors_of_forward
 from loka_jax.recipe import Role
 from loka_jax.xla import jagged_attention as xla
+
+_OBSERVED_ROWS = 8192  # of a batch, of which errors are measured
 
 
 class AttentionPlan(NamedTuple):
@@ -41,7 +45,7 @@ class AttentionPlan(NamedTuple):
 
     why_xla: str | None
     interpret: Any = None
-    why_not_fp8: str | None = "its attention is not asked for in FP8"
+    why_not_fp8: str | None = "its choice is not FP8"
 
     @property
     def is_fp8(self) -> bool:
@@ -120,6 +124,31 @@ def jagged_attention(
     q, k, v, *leaves = equally_varying(q, k, v, *jax.tree.leaves(visible))
     visible = jax.tree.unflatten(jax.tree.structure(visible), leaves)
     return _attention(static, q, k, v, visible)
+
+
+def forward_errors(
+    q: Float[Array, "C heads d_qk"],
+    k: Float[Array, "C heads d_qk"],
+    v: Float[Array, "C heads d_v"],
+    offsets: Int32[Array, " B_plus_1"],
+    *,
+    recipes: int,
+    **how: Any,
+) -> LiveErrors:
+    """Returns the errors of the forward pass in FP8, against float32, by XLA.
+
+    They are those of the first rows of the batch, and the same in so many recipes, as
+    an attention has the casts of none. A row is that of all heads.
+    """
+    rows = [x[:_OBSERVED_ROWS] for x in jax.lax.stop_gradient((q, k, v))]
+    in_fp8 = jagged_attention(
+        *rows, offsets, plan=BY_XLA._replace(why_not_fp8=None), **how
+    )
+    exact = jagged_attention(
+        *(x.astype(jnp.float32) for x in rows), offsets, plan=BY_XLA, **how
+    )
+    flat = (x.reshape(len(x), -1) for x in (exact, in_fp8.astype(jnp.float32)))
+    return errors_of_forward(*flat, recipes, len(q), varying_axes(q))
 
 
 def _check(q, k, v, offsets, rule: Rule) -> None:

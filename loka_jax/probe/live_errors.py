@@ -158,11 +158,36 @@ def live_errors(
         place = ROLES.index("drhs"), MEASURES.index("relative_l2")
         known = jnp.where(jnp.isfinite(told), told, values[:, *place])
         values = values.at[:, *place].set(known)
+    return _of_a_step(values, operands.amaxes)
+
+
+def errors_of_forward(
+    ref: Float[Array, "r c"],
+    out: Float[Array, "r c"],
+    recipes: int,
+    num_rows: int,
+    axis_names: tuple[str, ...] = (),
+) -> LiveErrors:
+    """Returns the errors of one step of a forward result, alike in so many recipes.
+
+    Args:
+        num_rows: of the whole result, of which some are given.
+        axis_names: mesh axes over which they are spread.
+    """
+    errors = _errors(ref, out, "fwd", num_rows, axis_names)
+    values = jnp.full((recipes, len(ROLES), len(MEASURES)), jnp.nan)
+    return _of_a_step(values.at[:, ROLES.index("fwd")].set(errors), jnp.zeros(3))
+
+
+def _of_a_step(
+    values: Float[Array, "recipes roles measures"], amaxes: Float[Array, "3"]
+) -> LiveErrors:
+    """Returns the errors of one step, without those of products that are not finite."""
     is_known = jnp.all(jnp.isfinite(values), axis=2, keepdims=True)
     values = jnp.where(is_known, values, 0.0)
     weights = jnp.broadcast_to(is_known, values.shape).astype(jnp.float32)
     sums = jnp.stack([weights, weights, values, values**2], axis=-1)
-    return LiveErrors(jnp.ones(()), sums, operands.amaxes)
+    return LiveErrors(jnp.ones(()), sums, amaxes)
 
 
 def _role_errors(

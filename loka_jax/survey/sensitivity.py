@@ -53,7 +53,8 @@ class Losses(NamedTuple):
 def can_be_fp8(site: nn.Site) -> bool:
     """Returns True if a site's sizes allow FP8 and its recipe is not float32."""
     sizes = site.spec.gemm_sizes("fwd")
-    return site.recipe != "f32" and xla.why_not(*sizes) is None
+    is_product = site.recipe != "f32" and site.batch is None
+    return is_product and xla.why_not(*sizes) is None
 
 
 class Effect(NamedTuple):

@@ -128,7 +128,7 @@ def test_the_form_of_a_checkpoint_has_this_number():
     shapes = (f"{keystr(at)[1:]}{[*x.shape]}" for at, x in statistics)
     forms.append(" ".join(shapes).replace(", ", ","))
     assert (saved_format.RUN, *forms) == (
-        14,
+        15,
         "step position examples seconds plateau best changes returns drift "
         "unsafe broken replanned confirmed guard scale_watch days",
         "step params fp8 batch_stats probe opt_state table row_state lr_scale skipped "

@@ -10,10 +10,10 @@ import dataclasses
 
 import numpy as np
 
+from loka_jax.dispatch.attention import in_bf16
 from loka_jax.dispatch.plan import make_plan
 from loka_jax.dispatch.policy import Decision
 from loka_jax.measure.intervals import Interval, interval
-from loka_jax.site import BF16
 from loka_jax.train.build import Run
 from loka_jax.train.evaluation import Evaluated
 from loka_jax.train.watch.host_state import Progress
@@ -73,4 +73,9 @@ def _in_fp8(run: Run) -> list[str]:
 
 
 def _leaving(run: Run, reason: str) -> dict[str, Decision]:
-    return dict.fromkeys(_in_fp8(run), Decision(BF16, reason))
+    in_fp8 = {*_in_fp8(run)}
+    return {
+        site.path: Decision(in_bf16(site), reason)
+        for site in run.sites
+        if site.path in in_fp8
+    }
