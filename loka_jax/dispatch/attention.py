@@ -47,10 +47,8 @@ def decide_attention(
     site: Site, performance: PerformanceModel, limits: Limits, terms: Terms
 ) -> Decision:
     """Returns the decision on an attention."""
-    entry, times = (
-        performance.estimates(site.spec).entry,
-        known_times(site, performance),
-    )
+    entry = performance.estimates(site.spec).entry
+    times = known_times(site, performance)
     speedup = times[IN_BF16.name] / times[IN_FP8.name] if times else None
     reason = (
         _why_not_served(site)

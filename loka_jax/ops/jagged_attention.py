@@ -140,15 +140,16 @@ def forward_errors(
     They are those of the first rows of the batch, and the same in so many recipes, as
     an attention has the casts of none. A row is that of all heads.
     """
-    rows = [x[:_OBSERVED_ROWS] for x in jax.lax.stop_gradient((q, k, v))]
-    in_fp8 = jagged_attention(
-        *rows, offsets, plan=BY_XLA._replace(why_not_fp8=None), **how
-    )
-    exact = jagged_attention(
-        *(x.astype(jnp.float32) for x in rows), offsets, plan=BY_XLA, **how
-    )
-    flat = (x.reshape(len(x), -1) for x in (exact, in_fp8.astype(jnp.float32)))
-    return errors_of_forward(*flat, recipes, len(q), varying_axes(q))
+
+    def result(dtype: Any, plan: AttentionPlan) -> Array:
+        some = jax.lax.stop_gradient([x[:_OBSERVED_ROWS] for x in (q, k, v)])
+        first, second, third = (x.astype(dtype) for x in some)
+        out = jagged_attention(first, second, third, offsets, plan=plan, **how)
+        return out.reshape(len(out), -1).astype(jnp.float32)
+
+    exact = result(jnp.float32, BY_XLA)
+    in_fp8 = result(v.dtype, BY_XLA._replace(why_not_fp8=None))
+    return errors_of_forward(exact, in_fp8, recipes, len(q), varying_axes(q))
 
 
 def _check(q, k, v, offsets, rule: Rule) -> None:
