@@ -51,18 +51,23 @@ def why_not_runnable(
     choices: Mapping[str, Choice], sites: Sequence[Site]
 ) -> str | None:
     """Returns a clause on a choice, by path, that cannot run here; None if all can."""
-    kernels = [path for path, choice in choices.items() if choice.provider != "xla"]
+    attention = {x.path: x.attention for x in sites if x.attention is not None}
+    kernels = [
+        path
+        for path, choice in choices.items()
+        if choice.provider != "xla" and path not in attention
+    ]
     if kernels and local_device().why_not_pallas is not None:
         return (
             f"it has kernels for a Hopper GPU at {', '.join(kernels)}, and this "
             "machine has none"
         )
     for site in sites:
-        if site.attention is not None:
-            continue
         choice = choices.get(site.path, BF16)
         reason = why_no_fp8(local_device()) if choice.is_fp8 else None
-        if site.path in kernels:
+        if choice.provider != "xla" and site.path in attention:
+            reason = reason or attention[site.path].why_xla
+        elif site.path in kernels:
             reason = reason or why_not(choice, site.spec)
         if reason is not None:
             return f"{choice.name} cannot run at {site.path}: {reason}"

@@ -133,8 +133,11 @@ def test_a_saved_plan_keeps_it_and_sites_stay_in_their_order():
     assert [path for path, _ in plan.decisions] == [PATH, "out"]
     again = from_json(as_json(plan), sites, "a file")
     assert again == plan and dict(again.choices)[PATH] == IN_FP8
-    assert why_not_runnable({PATH: Choice("xla", IN_FP8.recipe)}, sites) is None
-    assert "Hopper" in why_not_runnable(dict(again.choices), sites)
+    assert why_not_runnable(dict(again.choices), sites) is None
+    away = [attention_site(why_xla="no Hopper GPU"), site("out")]
+    assert why_not_runnable({PATH: Choice("xla", IN_FP8.recipe)}, away) is None
+    reason = why_not_runnable(dict(again.choices), away)
+    assert reason == f"{IN_FP8.name} cannot run at {PATH}: no Hopper GPU"
 
 
 def test_live_errors_promote_and_demote():

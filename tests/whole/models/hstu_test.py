@@ -10,10 +10,24 @@ from jax.flatten_util import ravel_pytree
 
 from loka_jax import checked
 from loka_jax.data import Events
+from loka_jax.dispatch.attention import IN_BF16, IN_FP8
 from loka_jax.models import Hstu
+from loka_jax.nn import (
+    PROBE,
+    Planned,
+    ProbeConfig,
+    by_path,
+    jagged_attention,
+    probing,
+    site_context,
+)
 from loka_jax.nn import group as group_lib
-from loka_jax.nn import site_context
+from loka_jax.nn.jagged_attention import JaggedAttention
 from loka_jax.ops.device import HOPPER, Device
+from loka_jax.probe.live_errors import LiveErrors
+from loka_jax.probe.site import ErrorsAlone
+from loka_jax.quality import MEASURES
+from loka_jax.site import BF16, Choice
 from tests import support
 from tests.support.nn import listed, record_calls
 
@@ -204,11 +218,14 @@ def test_among_targets_a_later_row_changes_no_earlier_logit():
 
 def test_every_product_is_a_site():
     sites = listed(MODEL.clone(recipe="fp8_rowwise", dim=64), *inputs())
-    products = ("uvqk", "scores", "values", "out")
+    products = ("uvqk", "attention", "out")
     of_layers = {f"layer_{i}/{name}" for i in range(2) for name in products}
     others = {"item_mlp/dense_0", "item_mlp/dense_1", "context", "head_mlp/dense_0"}
     assert set(sites) == of_layers | others | {"head"}
     assert sites["head"].recipe == "f32"
+    # The rows, the columns of q and v, and the mean rows of a sequence; a head each.
+    own = sites["layer_0/attention"]
+    assert (own.spec.m, own.spec.k, own.spec.n, own.batch) == (C, 10, C // B, 2)
 
 
 def test_products_of_a_layer_run_in_groups_with_its_norm_and_sum(monkeypatch):
@@ -240,17 +257,70 @@ def test_products_of_a_layer_run_in_groups_with_its_norm_and_sum(monkeypatch):
 def test_an_attention_in_fp8_says_what_runs_it_and_why_not(monkeypatch):
     wrong: dict[str, str | None] = {}
     monkeypatch.setattr(checked, "why_wrong", wrong.get)
-    model = MODEL.clone(recipe="bf16", qk_dim=64, v_dim=64, num_layers=1)
+    model = MODEL.clone(recipe="fp8_rowwise", qk_dim=64, v_dim=64, num_layers=1)
 
-    def attention(model, device):
+    def attention(choice, device):
+        choices = () if choice is None else (("layer_0/attention", choice),)
         with site_context(device=device):
-            site = listed(model, *inputs())["layer_0/values"]
+            site = listed(Planned(model, choices), *inputs())["layer_0/attention"]
         return site.runs["fwd"], site.runs["dlhs"], site.why_not
 
-    in_fp8, cpu = model.clone(fp8_attention=True), Device(platform="cpu")
-    assert attention(model, HOPPER)[:2] == ("pallas bf16", "pallas bf16")
-    assert "not asked for" in str(attention(model, HOPPER)[2])
-    assert attention(in_fp8, HOPPER) == ("pallas fp8 e4m3", "pallas bf16", None)
-    assert attention(in_fp8, cpu) == ("xla fp8 e4m3", "xla bf16", None)
+    cpu, not_chosen = Device(platform="cpu"), "its choice is not FP8"
+    by_xla = Choice("xla", IN_FP8.recipe)
+    assert attention(None, HOPPER) == ("pallas bf16", "pallas bf16", not_chosen)
+    assert attention(IN_BF16, HOPPER) == ("pallas bf16", "pallas bf16", not_chosen)
+    assert attention(BF16, HOPPER) == ("xla bf16", "xla bf16", not_chosen)
+    assert attention(IN_FP8, HOPPER) == ("pallas fp8 e4m3", "pallas bf16", None)
+    assert attention(by_xla, HOPPER) == ("xla fp8 e4m3", "xla bf16", None)
+    assert attention(IN_FP8, cpu) == ("xla fp8 e4m3", "xla bf16", None)
     wrong["jagged_attention_fp8"] = "they are wrong"
-    assert attention(in_fp8, HOPPER) == ("pallas bf16", "pallas bf16", "they are wrong")
+    assert attention(IN_FP8, HOPPER) == ("pallas bf16", "pallas bf16", "they are wrong")
+
+
+@pytest.mark.parametrize(
+    "observer", [ErrorsAlone(), ProbeConfig(recipes=("fp8_rowwise",))]
+)
+def test_probe_measures_the_error_of_its_forward_pass(observer):
+    rows = [support.normal(C, 2, 16, seed=i, dtype=jnp.bfloat16) for i in range(3)]
+    offsets = jnp.array((0, 5, 5, 9), jnp.int32)  # the last rows are padding
+    site = JaggedAttention(max_length=8)
+
+    @jax.jit
+    def run(*rows):
+        with probing(observer):
+            stats = site.init(jax.random.key(0), *rows, offsets)[PROBE]
+
+            def out(rows, stats):
+                return site.apply({PROBE: stats}, *rows, offsets)
+
+            y, pull = jax.vjp(out, rows, stats)
+            return y, pull(y)
+
+    y, (gradients, stats) = run(*rows)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def plain(is_fp8, rows):
+        how = dict(scale=0.25, max_length=8, is_fp8=is_fp8)
+        out = lambda *rows: jagged_attention(*rows, offsets, **how)  # noqa: E731
+        y, pull = jax.vjp(out, *rows)
+        return y, pull(y)
+
+    expected, of_rows = plain(False, rows)
+    np.testing.assert_array_equal(y, expected)
+    for found, other in zip(gradients, of_rows, strict=True):
+        np.testing.assert_array_equal(found, other)
+    exact, _ = plain(False, [x.astype(jnp.float32) for x in rows])
+    in_fp8, _ = plain(True, rows)
+    noise = np.float64(in_fp8) - np.float64(exact)
+    relative = np.linalg.norm(noise) / np.linalg.norm(exact)
+    assert 0.02 < relative < 0.08
+    (errors,) = by_path(stats).values()
+    assert isinstance(errors, LiveErrors) and errors.steps == 1
+    seen = len(observer.recipes), 3
+    assert errors.relative_l2.shape == seen
+    np.testing.assert_allclose(errors.relative_l2[:, 0], relative, rtol=1e-4)
+    assert np.isnan(errors.relative_l2[:, 1:]).all()
+    by_row = np.linalg.norm(noise, axis=(1, 2))[:9]
+    by_row /= np.linalg.norm(np.float64(exact), axis=(1, 2))[:9]
+    worst = np.asarray(errors.sums)[:, 0, MEASURES.index("worst_row"), 2]
+    np.testing.assert_allclose(worst, by_row.max(), rtol=1e-4)

@@ -2,13 +2,25 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from loka_jax.data import DataConfig
+from loka_jax.dispatch import table as tables
+from loka_jax.dispatch.attention import IN_BF16, IN_FP8
+from loka_jax.dispatch.header import header_here
+from loka_jax.dispatch.table import ATTENTION, Entry
+from loka_jax.fp8 import E4M3
+from loka_jax.jagged import FORWARD
 from loka_jax.models import Hstu
+from loka_jax.ops import jagged_attention as ops
+from loka_jax.pallas import jagged_attention as kernels
+from loka_jax.train.build import build
 from loka_jax.train.config import EmbeddingConfig, HstuConfig, LoopConfig, RunOptions
+from loka_jax.xla import jagged_attention as xla
 from tests.support import train as support
+from tests.support.dispatch import LIMIT, errors
 from tests.support.train import lines, train
 
 LOG = DataConfig(
@@ -66,6 +78,44 @@ def test_a_stream_that_is_stopped_in_the_middle_goes_on_bit_for_bit(tmp_path):
     assert own == [line for line in numbers(whole) if line["step"] != 4]
     a, b = (np.load(workdir / "scores.npy") for workdir in (whole, parts))
     assert np.array_equal(a, b) and len(a) == LOG.eval_examples
+
+
+def test_a_plan_with_attention_in_fp8_is_trained_and_resumed(tmp_path, monkeypatch):
+    """On kernels that XLA stands in for, as if there was a Hopper GPU."""
+
+    def plan_jagged_attention(q, v, device, *, is_fp8=False):
+        return ops.AttentionPlan(None, why_not_fp8=None if is_fp8 else "not chosen")
+
+    ran = []
+
+    def attend(kind, fixed, streamed, visible, *, interpret, **how):
+        ran.append((kind, fixed[0].dtype))
+        return xla.attend(kind, fixed, streamed, visible, **how)
+
+    monkeypatch.setattr(ops, "plan_jagged_attention", plan_jagged_attention)
+    monkeypatch.setattr(kernels, "attend", attend)
+    options = config(tmp_path / "run", max_steps=2)
+    run = build(options)
+    (site,) = (x for x in run.sites if x.attention is not None)
+    assert (site.path, site.batch) == ("layer_0/attention", 1)
+    own = {f"{run.source} {site.path}": errors(("fwd",), tensorwise=LIMIT)}
+    entry = Entry({ATTENTION: {IN_BF16.name: 13.0, IN_FP8.name: 10.0}}, own)
+    path = tmp_path / "table.json"
+    tables.write(path, tables.Table(header_here(), {site.spec: entry}))
+    planned = dataclasses.replace(options, plan=str(path))
+    code, said = train(planned)
+    assert code == 0 and "FP8 forward, 1.30x" in said
+    # Sites are listed, and evaluated once, in bfloat16, too.
+    assert (FORWARD, E4M3) in ran
+    assert {dtype for kind, dtype in ran if kind != FORWARD} == {jnp.dtype("bfloat16")}
+    ran.clear()
+    # Made anew it would have no FP8.
+    tables.write(path, tables.Table(header_here(), {}))
+    more = config(tmp_path / "run", max_steps=3, resume=True)
+    more = dataclasses.replace(more, plan=str(path))
+    code, said = train(more)
+    assert code == 0 and "FP8 forward, 1.30x" in said
+    assert (FORWARD, E4M3) in ran
 
 
 @pytest.mark.parametrize(
