@@ -12,7 +12,7 @@ from loka_jax.nn.context import current
 from loka_jax.nn.sites import announce
 from loka_jax.ops.plan import resolve
 from loka_jax.recipe import Recipe
-from loka_jax.site import SiteSpec
+from loka_jax.site import Choice, SiteSpec
 
 
 class BatchedSite(linen.Module):
@@ -44,8 +44,7 @@ class BatchedSite(linen.Module):
 def announce_batched(module, batch: int, spec: SiteSpec, **attributes) -> None:
     """Announces a product of each of `batch` examples."""
     plan = current().plan("/".join(module.path), spec, module.recipe, "xla")
-    recipe = in_high_precision(plan.choice.recipe)
-    choice = dataclasses.replace(plan.choice, recipe=recipe)
+    choice = Choice("xla", in_high_precision(plan.choice.recipe))
     resolved = resolve(plan.spec, choice, plan.device)
     announce(module, resolved, batch=batch, **attributes)
 

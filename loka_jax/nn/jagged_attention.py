@@ -81,8 +81,8 @@ class JaggedAttention(linen.Module):
         Its sizes are the rows, the columns of q and v, and the mean rows of a sequence.
         """
         count, heads, size = q.shape
-        mean_length = -(-count // (len(offsets) - 1))
-        spec = SiteSpec(m=count, k=size + v.shape[2], n=mean_length)
+        mean_length = -(-count // max(len(offsets) - 1, 1))
+        spec = SiteSpec(m=count, k=size + v.shape[2], n=max(mean_length, 1))
         choice = current().choices.get("/".join(self.path))
         implementation, is_fp8 = self.implementation, False
         if isinstance(choice, Choice):
