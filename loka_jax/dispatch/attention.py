@@ -62,21 +62,19 @@ def decide_attention(
     return Decision(IN_FP8, f"FP8 forward, {speedup:.2f}x", speedup, error)
 
 
-def ruled_attention(site: Site, name: str) -> Choice:
-    """Returns the choice that a rule asks for: a recipe, in FP8 if its forward is.
+def ruled_attention(site: Site, name: str) -> tuple[Choice, str | None]:
+    """Returns the choice that a rule asks for, FP8 if its forward is; why it cannot run.
 
     Raises:
-        ValueError: if the rule names no choice, or kernels that do not serve the site.
+        ValueError: if the rule names no choice.
     """
     own = in_bf16(site).provider
     has_provider = name.partition(" ")[0] in PROVIDERS
     choice = Choice.parse(name if has_provider else f"{own} {name}")
-    if choice.provider == "pallas" and own != "pallas":
-        assert site.attention is not None
-        raise ValueError(f"{name} cannot run at {site.path}: {site.attention.why_xla}.")
-    provider = "xla" if choice.provider == "xla" else own
+    provider = choice.provider if choice.provider in ("xla", "pallas") else own
     recipe = IN_FP8.recipe if choice.recipe.fwd is not None else BF16.recipe
-    return Choice(provider, recipe)
+    reason = site.attention.why_xla if site.attention is not None else None
+    return Choice(provider, recipe), reason
 
 
 def in_bf16(site: Site) -> Choice:

@@ -324,13 +324,11 @@ def _in_chain(
 
 def _ruled(site: Site, pattern: str, name: str) -> Decision:
     if site.attention is not None:
-        try:
-            return Decision(ruled_attention(site, name), f"rule {pattern!r}")
-        except ValueError as error:
-            raise ValueError(f"rule {pattern!r}: {error}") from None
-    full_name = name if name.partition(" ")[0] in PROVIDERS else f"xla {name}"
-    choice = Choice.parse(full_name)
-    reason = why_not(choice, site.spec)
+        choice, reason = ruled_attention(site, name)
+    else:
+        full_name = name if name.partition(" ")[0] in PROVIDERS else f"xla {name}"
+        choice = Choice.parse(full_name)
+        reason = why_not(choice, site.spec)
     # XLA falls back to the compute dtype where the sizes rule FP8 out, and reports it.
     if reason is not None and choice.provider != "xla":
         raise ValueError(

@@ -29,14 +29,11 @@ SCHEMA = 4
 # A pass by itself, and within a chain of sites that hand their activations on in FP8:
 # such an lhs comes in, such activations go out, or both.
 ATTENTION = "attention"  # the forward pass of one, see `dispatch.attention`
-PASSES = (
-    *(
-        f"{name}{form}"
-        for name in ("training", "inference")
-        for form in ("", " in", " out", " in out")
-    ),
-    ATTENTION,
-)
+PASSES = tuple(
+    f"{name}{form}"
+    for name in ("training", "inference")
+    for form in ("", " in", " out", " in out")
+) + (ATTENTION,)
 _MAX_BYTES = 4 << 20
 _MOST = 1 << 31
 
