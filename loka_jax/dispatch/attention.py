@@ -63,7 +63,9 @@ def decide_attention(
 
 
 def ruled_attention(site: Site, name: str) -> tuple[Choice, str | None]:
-    """Returns the choice that a rule asks for, FP8 if its forward is; why it cannot run.
+    """Returns the choice that a rule asks for, and why kernels cannot run it, or None.
+
+    It is FP8 if the recipe's forward product is.
 
     Raises:
         ValueError: if the rule names no choice.
@@ -126,7 +128,8 @@ def time_attention(spec: SiteSpec, heads: int) -> dict[str, float]:
     offsets = np.append(np.arange(0, rows, length), rows).astype(np.int32)
     shape = 3, rows, heads, size
     draw = jax.jit(lambda key: tuple(jax.random.normal(key, shape, jnp.bfloat16)))
-    sets = [(*draw(jax.random.key(seed)), offsets) for seed in range(_SETS)]
+    ends = jax.device_put(offsets)
+    sets = [(*draw(jax.random.key(seed)), ends) for seed in range(_SETS)]
     how = dict(scale=size**-0.5, max_length=length)
     plans = {IN_BF16: AttentionPlan(None), IN_FP8: AttentionPlan(None, None, None)}
     cases = {}
