@@ -138,7 +138,8 @@ def forward_errors(
     """Returns the errors of the forward pass in FP8, against float32, by XLA.
 
     They are those of the first rows of the batch, and the same in so many recipes, as
-    an attention has the casts of none. A row is that of all heads.
+    an attention has the casts of none. In place of the worst row they have the worst
+    sequence: a row that sees one key is lost where its score is next to zero.
     """
 
     def result(dtype: Any, plan: AttentionPlan) -> Array:
@@ -149,7 +150,9 @@ def forward_errors(
 
     exact = result(jnp.float32, BY_XLA)
     in_fp8 = result(v.dtype, BY_XLA._replace(why_not_fp8=None))
-    return errors_of_forward(exact, in_fp8, recipes, len(q), varying_axes(q))
+    examples = jagged.sequence_of(offsets, jnp.arange(len(exact), dtype=jnp.int32))
+    count, names = len(offsets) - 1, varying_axes(q)
+    return errors_of_forward(exact, in_fp8, examples, count, recipes, names)
 
 
 def _check(q, k, v, offsets, rule: Rule) -> None:

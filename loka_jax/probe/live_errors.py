@@ -20,12 +20,13 @@ seen tells. The errors of the steps are averaged. Their spread over the steps te
 far the error of another step may lie from the mean.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from loka_jax import fp8, xla
 from loka_jax.fp8 import Fp8Array
@@ -164,17 +165,20 @@ def live_errors(
 def errors_of_forward(
     ref: Float[Array, "r c"],
     out: Float[Array, "r c"],
+    examples: Int32[Array, "r"],
+    count: int,
     recipes: int,
-    num_rows: int,
     axis_names: tuple[str, ...] = (),
 ) -> LiveErrors:
     """Returns the errors of one step of a forward result, alike in so many recipes.
 
+    In place of the worst row it has the worst example.
+
     Args:
-        num_rows: of the whole result, of which some are given.
-        axis_names: mesh axes over which they are spread.
+        examples: the example of each row, of so many.
+        axis_names: mesh axes over which rows are spread.
     """
-    errors = _errors(ref, out, "fwd", num_rows, axis_names)
+    errors = _errors(ref, out, "fwd", count, axis_names, examples)
     values = jnp.full((recipes, len(ROLES), len(MEASURES)), jnp.nan)
     return _of_a_step(values.at[:, ROLES.index("fwd")].set(errors), jnp.zeros(3))
 
@@ -368,8 +372,12 @@ def _errors(
     role: Role,
     num_rows: int,
     axis_names: tuple[str, ...],
+    examples: Int32[Array, "r"] | None = None,
 ) -> Float[Array, "3"]:
-    """Returns the measures of a product of so many rows, over all devices."""
+    """Returns the measures of a product of so many rows, over all devices.
+
+    With the example of each row they are measures of so many examples.
+    """
     # The blocks of drhs are the same on all devices, those of other roles are not.
     names = () if role == "drhs" else axis_names
     unit = fp8.amax_over_devices(fp8.amax(ref), names)
@@ -377,6 +385,9 @@ def _errors(
     ref, noise = ref / unit, jnp.abs(out - ref) / unit
     is_counted = ref != 0
     signals, noises = jnp.sum(ref**2, axis=1), jnp.sum(noise**2, axis=1)
+    if examples is not None:
+        add = functools.partial(jax.ops.segment_sum, num_segments=num_rows)
+        signals, noises = (add(x, examples) for x in (signals, noises))
     relative = noise / jnp.where(is_counted, jnp.abs(ref), 1.0)
     counted = jnp.where(is_counted, relative, 0.0), is_counted.astype(jnp.float32)
     sums = jnp.stack([*map(jnp.sum, (signals, noises, *counted))])
