@@ -1,6 +1,7 @@
 """Runs on event logs: in the order of time, evaluated ahead, resumed bit for bit."""
 
 import dataclasses
+import pathlib
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ from loka_jax.data import DataConfig
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.attention import IN_BF16, IN_FP8
 from loka_jax.dispatch.header import header_here
+from loka_jax.dispatch.policy import Limits
 from loka_jax.dispatch.table import ATTENTION, Entry
 from loka_jax.fp8 import E4M3
 from loka_jax.jagged import FORWARD
@@ -18,6 +20,7 @@ from loka_jax.ops import jagged_attention as ops
 from loka_jax.pallas import jagged_attention as kernels
 from loka_jax.train.build import build
 from loka_jax.train.config import EmbeddingConfig, HstuConfig, LoopConfig, RunOptions
+from loka_jax.train.loop_options import DispatchOptions, ProbeOptions
 from loka_jax.xla import jagged_attention as xla
 from tests.support import train as support
 from tests.support.dispatch import LIMIT, errors
@@ -80,42 +83,63 @@ def test_a_stream_that_is_stopped_in_the_middle_goes_on_bit_for_bit(tmp_path):
     assert np.array_equal(a, b) and len(a) == LOG.eval_examples
 
 
-def test_a_plan_with_attention_in_fp8_is_trained_and_resumed(tmp_path, monkeypatch):
-    """On kernels that XLA stands in for, as if there was a Hopper GPU."""
+@pytest.fixture
+def ran(monkeypatch, tmp_path):
+    """Kernels of the attention that XLA stands in for, as if on a Hopper GPU."""
 
     def plan_jagged_attention(q, v, device, *, is_fp8=False):
         return ops.AttentionPlan(None, why_not_fp8=None if is_fp8 else "not chosen")
 
-    ran = []
-
     def attend(kind, fixed, streamed, visible, *, interpret, **how):
-        ran.append((kind, fixed[0].dtype))
+        found.append((kind, fixed[0].dtype))
         return xla.attend(kind, fixed, streamed, visible, **how)
 
+    found = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # runs keep their errors there
     monkeypatch.setattr(ops, "plan_jagged_attention", plan_jagged_attention)
     monkeypatch.setattr(kernels, "attend", attend)
-    options = config(tmp_path / "run", max_steps=2)
+    return found
+
+
+def planned(tmp_path, us, errors, **options):
+    """Returns a run that is planned by a table with times, and errors if there are."""
+    options = config(tmp_path / "run", **options)
     run = build(options)
     (site,) = (x for x in run.sites if x.attention is not None)
     assert (site.path, site.batch) == ("layer_0/attention", 1)
-    own = {f"{run.source} {site.path}": errors(("fwd",), tensorwise=LIMIT)}
-    entry = Entry({ATTENTION: {IN_BF16.name: 13.0, IN_FP8.name: 10.0}}, own)
-    path = tmp_path / "table.json"
+    own = {f"{run.source} {site.path}": errors} if errors else {}
+    times = {IN_BF16.name: 1.3 * us, IN_FP8.name: us}
+    path, entry = tmp_path / "table.json", Entry({ATTENTION: times}, own)
     tables.write(path, tables.Table(header_here(), {site.spec: entry}))
-    planned = dataclasses.replace(options, plan=str(path))
-    code, said = train(planned)
+    return dataclasses.replace(options, plan=str(path))
+
+
+def test_a_plan_with_attention_in_fp8_is_trained_and_resumed(tmp_path, ran):
+    own = errors(("fwd",), tensorwise=LIMIT)
+    options = planned(tmp_path, 10.0, own, max_steps=2)
+    code, said = train(options)
     assert code == 0 and "FP8 forward, 1.30x" in said
     # Sites are listed, and evaluated once, in bfloat16, too.
     assert (FORWARD, E4M3) in ran
     assert {dtype for kind, dtype in ran if kind != FORWARD} == {jnp.dtype("bfloat16")}
     ran.clear()
     # Made anew it would have no FP8.
-    tables.write(path, tables.Table(header_here(), {}))
+    tables.write(pathlib.Path(options.plan), tables.Table(header_here(), {}))
     more = config(tmp_path / "run", max_steps=3, resume=True)
-    more = dataclasses.replace(more, plan=str(path))
-    code, said = train(more)
+    code, said = train(dataclasses.replace(more, plan=options.plan))
     assert code == 0 and "FP8 forward, 1.30x" in said
     assert (FORWARD, E4M3) in ran
+
+
+def test_live_errors_bring_the_attention_to_fp8(tmp_path, ran):
+    options = planned(tmp_path, 1e8, None, max_steps=8, eval_every=4)
+    limits = Limits(healthy=99.0, worst_row=9999.0)
+    changes = dict(probe=ProbeOptions(every=1), dispatch=DispatchOptions(limits=limits))
+    code, said = train(dataclasses.replace(options, **changes))
+    assert code == 0 and "its error was not measured" in said
+    entered = f"layer_0/attention runs by {IN_FP8.name} now: its live errors are within"
+
+    assert entered in said and (FORWARD, E4M3) in ran
 
 
 @pytest.mark.parametrize(
