@@ -10,6 +10,7 @@ import os
 import pathlib
 import resource
 import signal
+import tempfile
 
 import jax
 import pytest
@@ -62,8 +63,16 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Runs no drill unasked; looks for tests of a mark in all folders."""
+    """Runs no drill unasked; looks for tests of a mark in all folders.
+
+    What runs keep for later ones goes to a folder of this call of pytest, not of the
+    user.
+    """
     config.stash[CPU_SECONDS] = {}
+    if not hasattr(config, "workerinput"):  # whose environment workers inherit
+        cache = tempfile.TemporaryDirectory(prefix="loka_jax-tests-")
+        config.add_cleanup(cache.cleanup)
+        os.environ["XDG_CACHE_HOME"] = cache.name
     if not config.option.markexpr:
         config.option.markexpr = "not drill"
     elif config.args_source is BY_DEFAULT:
