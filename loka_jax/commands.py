@@ -14,7 +14,9 @@ import re
 import runpy
 import signal
 import sys
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import loka_jax
 from loka_jax.options import did_you_mean
@@ -22,6 +24,7 @@ from loka_jax.terminal import printable
 
 _IN_WHEEL = pathlib.Path(__file__).parent / "scripts" / "experiments"
 _IN_CHECKOUT = pathlib.Path(__file__).parents[1] / "experiments"
+_PAUSE_S = 0.01  # before a signal is sent again
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,6 +72,16 @@ def unwind_on_sigterm() -> None:
     It becomes a SystemExit, so what removes them runs.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.unraisablehook = _send_again
+
+
+def _send_again(ignored: Any) -> None:
+    """Sends a signal again whose exception Python ignored, as it does in finalizers."""
+    numbers = {SystemExit: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}
+    if number := numbers.get(ignored.exc_type):
+        threading.Timer(_PAUSE_S, os.kill, (os.getpid(), number)).start()
+    else:
+        sys.__unraisablehook__(ignored)
 
 
 def _leave(*_) -> None:

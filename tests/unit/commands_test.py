@@ -1,5 +1,9 @@
 """The command `loka`: the scripts of experiments/ under one name."""
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from loka_jax import commands
@@ -48,3 +52,35 @@ def test_texts_and_processes_name_what_the_installation_has(as_in_a_wheel, monke
     assert commands.run_by_python(("x.py", "--a")) == ["x.py", "--a"]
     command = ["-m", "loka_jax.commands", "train", "--a"]
     assert commands.run_by_python(("train", "--a")) == command
+
+
+LOST = """
+import os, signal, sys, time
+from loka_jax.commands import unwind_on_sigterm
+
+class Value:
+    def __del__(self):
+        os.kill(os.getpid(), signal.{name})
+
+unwind_on_sigterm()
+try:
+    value = Value()
+    del value
+    time.sleep(20)
+except {error}:
+    print("unwound")
+    raise
+"""
+
+
+@pytest.mark.parametrize(
+    "name, error, code",
+    [("SIGTERM", "SystemExit", 143), ("SIGINT", "KeyboardInterrupt", -signal.SIGINT)],
+)
+def test_a_signal_in_a_finalizer_is_not_lost(name, error, code):
+    """Python ignores what is raised there."""
+    script = LOST.format(name=name, error=error)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=15
+    )
+    assert (done.returncode, done.stdout) == (code, "unwound\n"), done.stderr
