@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench import candidates, hstu, jagged_attention, latency, models
+from experiments.bench import (
+    candidates,
+    hstu,
+    jagged_attention,
+    latency,
+    models,
+    padded_attention,
+)
 from experiments.configs import histories
 from loka_jax.ops.jagged_attention import BY_XLA
 
@@ -41,7 +48,7 @@ def test_both_forms_of_xla_are_one_attention():
     q, k, v, gradient = jagged_attention._padded_operands(case)
     padded = [x[:, : case.max_length].astype("float32") for x in (q, k, v, gradient)]
     rows = [x.reshape(-1, *x.shape[2:]) for x in padded]
-    dense = jagged_attention._dense(case)["both"](*padded)
+    dense = padded_attention.dense(case.size, case.max_length)["both"](*padded)
     jagged = jagged_attention._whole(case, jnp.asarray(offsets), BY_XLA)["both"](*rows)
     for x, y in zip(dense, jagged, strict=True):
         np.testing.assert_allclose(x.reshape(y.shape), y, rtol=1e-4, atol=1e-6)
