@@ -298,6 +298,6 @@ MISTAKES = [
         f"{DATA}/filters.py",
         '"<=": pc.less_equal,',
         '"<=": pc.less,',
-        "unit/data/places_test.py",
+        "whole/data/places_test.py",
     ),
 ]
