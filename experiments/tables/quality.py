@@ -103,6 +103,21 @@ QUALITY = {
             digits=5,
         ),
     ),
+    "against_regression": Table(
+        file="against_regression_cpu",
+        first="NE on test rows",
+        rows="2,000 rows = small; rare clicks = rare_clicks; "
+        "new ids every day = new_ids; numbers alone = only_dense; "
+        "categories alone = only_categorical; "
+        "lists = tastes; Criteo's sample = criteo; Criteo's attribution = attribution; "
+        "MovieLens = movielens; ASSISTments 2017 = assistments; Frappe = frappe",
+        columns={"regression with crosses": number("logs.{0}.regression_ne", 4)}
+        | {
+            f"{title}{unit}": number(f"logs.{{0}}.arms.{arm}.ne.{name}", 4)
+            for title, arm in (("FP8", "fp8*"), ("bf16", "bf16"))
+            for unit, name in ((", mean of seeds", "mean"), (", their spread", "std"))
+        },
+    ),
     "public": Table(
         file="public_models_h200",
         first="us",
