@@ -35,7 +35,7 @@ from loka_jax.measure.timing import Case, time_kernels
 from loka_jax.nn import Site
 from loka_jax.ops.jagged_attention import AttentionPlan, jagged_attention
 from loka_jax.recipe import get_recipe
-from loka_jax.site import BF16, PROVIDERS, Choice, SiteSpec
+from loka_jax.site import BF16, Choice, SiteSpec
 from loka_jax.terminal import one_line
 
 IN_BF16 = Choice("pallas", BF16.recipe)
@@ -62,19 +62,14 @@ def decide_attention(
     return Decision(IN_FP8, f"FP8 forward, {speedup:.2f}x", speedup, error)
 
 
-def ruled_attention(site: Site, name: str) -> tuple[Choice, str | None]:
-    """Returns the choice that a rule asks for, and why kernels cannot run it, or None.
+def ruled_attention(site: Site, asked: Choice) -> tuple[Choice, str | None]:
+    """Returns the choice by a rule, and why kernels cannot run it, or None.
 
-    It is FP8 if the recipe's forward product is.
-
-    Raises:
-        ValueError: if the rule names no choice.
+    It is FP8 if the forward product of what is asked for is.
     """
-    own = in_bf16(site).provider
-    has_provider = name.partition(" ")[0] in PROVIDERS
-    choice = Choice.parse(name if has_provider else f"{own} {name}")
-    provider = choice.provider if choice.provider in ("xla", "pallas") else own
-    recipe = IN_FP8.recipe if choice.recipe.fwd is not None else BF16.recipe
+    is_known = asked.provider in ("xla", "pallas")
+    provider = asked.provider if is_known else in_bf16(site).provider
+    recipe = IN_FP8.recipe if asked.recipe.fwd is not None else BF16.recipe
     reason = site.attention.why_xla if site.attention is not None else None
     return Choice(provider, recipe), reason
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from loka_jax import jsonfile
-from loka_jax.dispatch.attention import decide_attention, ruled_attention
+from loka_jax.dispatch.attention import decide_attention, in_bf16, ruled_attention
 from loka_jax.dispatch.candidates import why_no_fp8, why_not
 from loka_jax.dispatch.chains import chain_times, fastest
 from loka_jax.dispatch.groups import Deciding, Known, decide_group, groups_of
@@ -323,12 +323,13 @@ def _in_chain(
 
 
 def _ruled(site: Site, pattern: str, name: str) -> Decision:
-    if site.attention is not None:
-        choice, reason = ruled_attention(site, name)
-    else:
-        full_name = name if name.partition(" ")[0] in PROVIDERS else f"xla {name}"
-        choice = Choice.parse(full_name)
+    own = "xla" if site.attention is None else in_bf16(site).provider
+    has_provider = name.partition(" ")[0] in PROVIDERS
+    choice = Choice.parse(name if has_provider else f"{own} {name}")
+    if site.attention is None:
         reason = why_not(choice, site.spec)
+    else:
+        choice, reason = ruled_attention(site, choice)
     # XLA falls back to the compute dtype where the sizes rule FP8 out, and reports it.
     if reason is not None and choice.provider != "xla":
         raise ValueError(
