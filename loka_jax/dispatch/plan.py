@@ -5,7 +5,6 @@ while a step that was traced with it runs.
 """
 
 import dataclasses
-import fnmatch
 import functools
 import os
 import pathlib
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from loka_jax import jsonfile
-from loka_jax.dispatch.attention import decide_attention, in_bf16, ruled_attention
+from loka_jax.dispatch.attention import decide_attention
 from loka_jax.dispatch.candidates import why_no_fp8, why_not
 from loka_jax.dispatch.chains import chain_times, fastest
 from loka_jax.dispatch.groups import Deciding, Known, decide_group, groups_of
@@ -31,13 +30,14 @@ from loka_jax.dispatch.policy import (
     total_effect,
     why_harmful,
 )
+from loka_jax.dispatch.rules import by_rules
 from loka_jax.dispatch.table import Entry, Positive, RoleErrors, Text
 from loka_jax.group import Group
 from loka_jax.measure.intervals import Interval
 from loka_jax.measure.roofline import Roofline
 from loka_jax.nn import Site
 from loka_jax.recipe import ROLES, Role
-from loka_jax.site import BF16, PROVIDERS, Choice
+from loka_jax.site import BF16, Choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,18 +94,7 @@ def make_plan(
             if site.attention is not None and site.recipe != "f32":
                 decisions[site.path] = _decide_attention(site, options)
         decisions = {x.path: decisions[x.path] for x in sites if x.path in decisions}
-    for pattern, name in (rules or {}).items():
-        matched = [
-            site
-            for site in sites
-            if (site.has_choice or site.attention is not None)
-            and fnmatch.fnmatchcase(site.path, pattern)
-        ]
-        if not matched:
-            paths = ", ".join(site.path for site in sites)
-            raise ValueError(f"rule {pattern!r} matches no site: there are {paths}.")
-        for site in matched:
-            decisions[site.path] = _ruled(site, pattern, name)
+    decisions |= by_rules(sites, rules or {})
     return DispatchPlan(tuple(decisions.items()))
 
 
@@ -320,22 +309,6 @@ def _in_chain(
         error=error,
         runner_up=runner_up,
     )
-
-
-def _ruled(site: Site, pattern: str, name: str) -> Decision:
-    own = "xla" if site.attention is None else in_bf16(site).provider
-    has_provider = name.partition(" ")[0] in PROVIDERS
-    choice = Choice.parse(name if has_provider else f"{own} {name}")
-    if site.attention is None:
-        reason = why_not(choice, site.spec)
-    else:
-        choice, reason = ruled_attention(site, choice)
-    # XLA falls back to the compute dtype where the sizes rule FP8 out, and reports it.
-    if reason is not None and choice.provider != "xla":
-        raise ValueError(
-            f"rule {pattern!r}: {name} cannot run at {site.path}: {reason}."
-        )
-    return Decision(choice, f"rule {pattern!r}")
 
 
 def plan_rows(plan: DispatchPlan) -> list[dict[str, Any]]:
