@@ -14,10 +14,15 @@ class Hope:
 
     Attributes:
         is_ready: not set while a thread makes what this plan needs.
+        is_awaited: whether a review waits for the check. If not, it is for later runs,
+            and a review that comes before its end promotes nothing.
     """
 
-    def __init__(self, check: Callable[[Turns], CheckedPlan]):
+    def __init__(
+        self, check: Callable[[Turns], CheckedPlan], *, is_awaited: bool = True
+    ):
         """Takes what checks the plan, by processes with such turns on the GPU."""
+        self.is_awaited = is_awaited
         self._check = check
         self._checked: CheckedPlan | None = None
         self._turns = Turns()
@@ -34,6 +39,11 @@ class Hope:
             if self._checked is None:
                 self._checked = self._check(self._turns)
             return self._checked
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the check has ended."""
+        return self._checked is not None
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[bool]:

@@ -6,13 +6,16 @@ its versions and the kernels, in the format of tables. What is not of this sourc
 sites of other sizes, is not read; a damaged file is removed. Numbers that somebody else
 has written there do no lasting harm: a run that enters FP8 by kept errors observes its
 own, which take FP8 back where they are above their limits.
+
+The first errors of a site are kept until later ones demote it: by errors that varied
+from run to run, each run would have another plan, and compile other programs.
 """
 
 import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from loka_jax.cache_folder import cache_folder
 from loka_jax.dispatch import table as tables
@@ -20,6 +23,7 @@ from loka_jax.dispatch.candidates import table_key
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.table import Entry, RoleErrors, Table
 from loka_jax.nn import Site
+from loka_jax.recipe import ROLES
 
 
 def learned_path(source: str) -> pathlib.Path:
@@ -30,14 +34,25 @@ def learned_path(source: str) -> pathlib.Path:
 
 
 def keep_errors(
-    source: str, sites: Sequence[Site], errors: Mapping[str, RoleErrors]
+    source: str,
+    sites: Sequence[Site],
+    errors: Mapping[str, RoleErrors],
+    demoted: Collection[str] = (),
 ) -> str | None:
-    """Keeps errors by path in place of earlier ones; returns why not, or None."""
+    """Keeps errors by path for later runs; returns why not, or None.
+
+    Those that are kept already stay, but of sites that the new ones have demoted.
+    """
+    kept = kept_errors(source, sites)
+    stay = {path: x for path, x in kept.items() if path not in demoted}
+    own = kept | {path: _filled(x, stay.get(path, {})) for path, x in errors.items()}
+    if own == kept:
+        return None
     entries: dict = {}
     for site in sites:
-        if site.path in errors:
+        if site.path in own:
             entry = entries.setdefault(table_key(site.spec), Entry())
-            entry.errors[f"{source} {site.path}"] = errors[site.path]
+            entry.errors[f"{source} {site.path}"] = own[site.path]
     path = learned_path(source)
     try:
         with tables.locked(path):
@@ -45,6 +60,11 @@ def keep_errors(
     except (OSError, ValueError) as error:
         return f"Errors were not kept for later runs: {error}"
     return None
+
+
+def _filled(errors: RoleErrors, kept: RoleErrors) -> RoleErrors:
+    """Returns errors of a site, those that are kept in place of newer ones."""
+    return {role: errors.get(role, {}) | kept.get(role, {}) for role in ROLES}
 
 
 def kept_errors(source: str, sites: Sequence[Site]) -> dict[str, RoleErrors]:

@@ -125,9 +125,14 @@ class Run:
 
     @property
     def reviewer_now(self) -> Reviewer | None:
-        """The reviewer, who knows of all checks; may wait for them."""
+        """The reviewer, who knows of all checks; may wait for them.
+
+        None for a run without one, or whose checks have not ended and are for others.
+        """
         if self.reviewer is None or self.hope is None:
             return self.reviewer
+        if not (self.hope.is_awaited or self.hope.is_checked):
+            return None
         self.hope.is_ready.wait()
         known = self.hope.checked().performance.measured()
         return dataclasses.replace(self.reviewer, performance=known)

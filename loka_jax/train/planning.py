@@ -185,20 +185,24 @@ class _ByTimes:
         return chosen._replace(
             notes=(*chosen.notes, note),
             observed=Observed(begin, _families(fast)),
-            hope=self.hope(performance, hope) if worth.pays else None,
+            hope=self.hope(performance, hope, is_awaited=worth.pays),
         )
 
     def hope(
         self,
         performance: PerformanceModel,
         errors: Mapping[str, RoleErrors] | None = None,
+        *,
+        is_awaited: bool = True,
     ) -> Hope:
         """Returns the plan by such errors, all as small as they may be if None.
 
-        A review promotes to what was checked. One device checks it while it trains.
+        A review promotes to what was checked. One device checks it while it trains, for
+        later runs, too.
         """
         hoped = as_if_accurate(self.sites) if errors is None else errors
-        hope = Hope(lambda turns: self._checked(performance, hoped, turns))
+        check = lambda turns: self._checked(performance, hoped, turns)  # noqa: E731
+        hope = Hope(check, is_awaited=is_awaited)
         if not self.is_alone:
             hope.checked()
         return hope

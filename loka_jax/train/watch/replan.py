@@ -13,7 +13,7 @@ from jaxtyping import Array
 from loka_jax import jsonfile
 from loka_jax.dispatch.drift import after_change
 from loka_jax.dispatch.groups import cross_networks
-from loka_jax.dispatch.learned import keep_errors
+from loka_jax.dispatch.learned import keep_errors, kept_errors
 from loka_jax.dispatch.outlook import entering, seconds_of
 from loka_jax.dispatch.plan import DispatchPlan, as_json, from_json
 from loka_jax.dispatch.policy import Decision
@@ -111,7 +111,8 @@ def review(
 ) -> Change | None:
     """Returns the plan that all looks and live errors ask for; None if it is the run's.
 
-    The live errors are kept for later runs.
+    Live errors are kept for later runs. Where an earlier run has kept some, which are
+    of later steps, the first review does not promote.
 
     Sites that have drifted run in bfloat16, with all sites of a cross network that is
     one operation; those whose operands are back, and whose live errors are within the
@@ -119,9 +120,7 @@ def review(
     promote, but for sites that have drifted and those with kernels that did not
     compile.
     """
-    errors = _live_errors(run, probe)
-    if errors and (reason := keep_errors(run.source, run.sites, errors)):
-        say(reason)
+    errors, demoted = _live_errors(run, probe), {}
     drifted, returning = _drifted(run, progress), _returning(run, errors, progress)
     now = _decisions(run)
     left = as_json(DispatchPlan(tuple((path, now[path]) for path in drifted)))
@@ -133,12 +132,17 @@ def review(
         paths = {path for path, _ in plan.choices} - away - {*progress.broken}
         seen = {path: x for path, x in errors.items() if path in paths}
         demoted, promoted = reviewer.review(plan, seen, unsafe)
+        if progress.step == run.config.probe.first_review():
+            kept = kept_errors(run.source, run.sites)
+            promoted = {path: x for path, x in promoted.items() if path not in kept}
         promoted = _worth_it(run, plan, promoted, progress.step, say)
         unsafe = tuple(dict.fromkeys((*unsafe, *demoted)))
         by_errors = {**demoted, **promoted}
         # Their measures were of other casts.
         drift = {path: x for path, x in drift.items() if path not in by_errors}
         changed |= by_errors
+    if reason := keep_errors(run.source, run.sites, errors, demoted):
+        say(reason)
     if not changed:
         return None
     progress = dataclasses.replace(progress, drift=drift, unsafe=unsafe)

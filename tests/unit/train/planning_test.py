@@ -69,7 +69,7 @@ def test_a_run_is_observed_where_fp8_gains(
     chosen = planning.choose_plan(config, run.sites, steps, source=run.source)
     wanted = None if begin is None else (begin, ("fp8_rowwise",))
     assert chosen.observed == wanted
-    assert (chosen.hope is not None) is pays
+    assert (chosen.hope is not None) is (begin is not None)
     said = [note for note in chosen.notes if "FP8 may save" in note]
     assert len(said) == (begin is not None) + (steps == 145)
     if begin is None:
@@ -81,6 +81,7 @@ def test_a_run_is_observed_where_fp8_gains(
     assert f"may save {saves:.0f} s" in note and f"some {costs:.0f} s" in note
     assert f"from step {begin} on" in note
     assert ("for this run" in note) is pays is (saves > costs)
+    assert chosen.hope.is_awaited is pays
 
 
 def test_a_run_that_is_asked_to_be_observed_knows_what_a_review_may_choose(tmp_path):

@@ -15,6 +15,7 @@ from loka_jax.data import Position
 from loka_jax.dispatch import learned
 from loka_jax.dispatch.drift import HOME_LOOKS, LOOKS, SiteDrift
 from loka_jax.dispatch.first_use import CheckedPlan
+from loka_jax.dispatch.hope import Hope
 from loka_jax.dispatch.outlook import with_rows
 from loka_jax.dispatch.plan import DispatchPlan, as_json
 from loka_jax.dispatch.policy import Decision, Limits
@@ -303,6 +304,34 @@ def test_live_errors_are_kept_for_the_next_run_of_the_same(run, monkeypatch):
         assert learned.kept_errors(run.source, run.sites) == {} and not path.exists()
 
 
+def test_a_check_for_later_runs_is_not_waited_for(run):
+    checked = CheckedPlan(promoted(run)[0].plan, run.reviewer.performance)
+    hope = Hope(lambda turns: checked, is_awaited=False)
+    hoping = dataclasses.replace(run, hope=hope)
+    assert reviewed(hoping, seen(**GOOD), progress_of()) is None
+    assert set(learned.kept_errors(run.source, run.sites)) == set(SITES)
+    hope.checked()
+    assert reviewed(hoping, seen(**GOOD), progress_of()) is not None
+
+
+def test_the_first_errors_are_kept_until_others_demote(run):
+    now, progress = promoted(run)
+
+    def kept():
+        errors = learned.kept_errors(run.source, run.sites)
+        means = [errors[x]["fwd"]["fp8_rowwise"]["relative_l2"].mean for x in SITES]
+        return pytest.approx(means)
+
+    reviewed(now, seen(**{BOTTOM: 0.02, TOP: 0.1}), progress)
+    assert kept() == [0.03, 0.03]
+    reviewed(now, seen(**{BOTTOM: 0.02, TOP: 0.12}), progress)
+    assert kept() == [0.03, 0.12]
+    # Early errors of the next run are low, and do not undo what was learned later.
+    first = dataclasses.replace(progress_of(), step=run.config.probe.first_review())
+    assert reviewed(run, seen(**GOOD), first) is None
+    assert reviewed(run, seen(**GOOD), progress_of()) is not None
+
+
 def test_a_full_disk_is_said_and_the_review_goes_on(run, monkeypatch):
     def write(path, table):
         raise OSError(28, "No space left on device")
@@ -310,7 +339,7 @@ def test_a_full_disk_is_said_and_the_review_goes_on(run, monkeypatch):
     monkeypatch.setattr(learned.tables, "write", write)
     said = []
     assert reviewed(run, seen(**GOOD), progress_of(), said) is not None
-    assert "not kept for later runs: [Errno 28] No space left" in said[0]
+    assert "not kept for later runs: [Errno 28] No space left" in said[-1]
 
 
 @pytest.mark.parametrize("index", [0, 1])
