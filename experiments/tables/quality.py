@@ -19,7 +19,9 @@ QUALITY = {
     "quality": Table(
         file="generated_50m_{0}",
         first="model",
-        rows="Wukong M = wukong_m_seeds_h200 | fp8*; DHEN M = dhen_m_seeds | fp8*; "
+        rows="Wukong M = wukong_m_seeds_h200 | fp8*; "
+        "Wukong M as published, by Dispatch = wukong_m_own_plan_seeds_h200 | dispatch; "
+        "DHEN M = dhen_m_seeds | fp8*; "
         "Wukong L = wukong_l_seeds_h100 | fp8*; "
         "DLRM-DCNv2 = mlperf_dcnv2_65536_h100 | fp8*; "
         "DLRM-DCNv2 = mlperf_dcnv2_seeds_h100 | fp8*; "
