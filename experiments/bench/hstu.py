@@ -87,8 +87,9 @@ class Arguments(results.Options):
 class DenseLayer(nn.HstuLayer):
     """A layer whose attention is of whole sequences, as dense products."""
 
-    def _attend(self, q, k, v, offsets, rule):
+    def _attend(self, rows, offsets, rule):
         del rule  # of one row of a context, which sees the history
+        q, k, v = (x.alone() for x in rows.parts())
         split = lambda x: x.reshape(len(offsets) - 1, -1, *x.shape[1:])  # noqa: E731
 
         @jax.checkpoint
@@ -98,7 +99,7 @@ class DenseLayer(nn.HstuLayer):
             weights = jax.nn.silu(scores) * seen[None, None] / self.max_length
             return jnp.einsum("bhij,bjhd->bihd", weights, v)
 
-        return attention(*map(split, (q, k, v))).reshape(v.shape)
+        return rows.u, attention(*map(split, (q, k, v))).reshape(v.shape)
 
 
 class Sequences(Hstu):

@@ -40,6 +40,7 @@ import tyro
 from experiments.bench import padded_attention
 from experiments.bench import result as results
 from loka_jax import fp8, jagged, quality
+from loka_jax.heads import Heads
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Pass, Rule
 from loka_jax.measure.compiling import compile_all, leaves, untuned_here
 from loka_jax.measure.timing import Case as Timed
@@ -357,9 +358,9 @@ def _whole(case: Case, offsets, plan) -> dict[str, Callable]:
 def _pass(case: Case, offsets, attend: Callable, kind: Pass, q, k, v, gradient):
     """Returns the results of one pass."""
     visible = jagged.visibility(offsets, len(q), Rule())
-    fixed, streamed = (
-        ((k, v), (q, gradient)) if kind.by_key else ((q, gradient), (k, v))
-    )
+    q, k, v = map(Heads.of, (q, k, v))
+    by_query = (q,) if gradient is None else (q, Heads.of(gradient))
+    fixed, streamed = ((k, v), by_query) if kind.by_key else (by_query, (k, v))
     fixed = fixed if kind.has_slopes else fixed[:1]
     how = dict(scale=case.size**-0.5, max_length=case.max_length)
     return list(attend(kind, fixed, streamed, visible, **how))

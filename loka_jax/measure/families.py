@@ -93,7 +93,12 @@ FAMILIES: dict[str, Family] = {
     "fm_lcb_backward": _family(
         fm_lcbs_backward, "pallas", "fm_lcb_backward.fm_lcb_backward"
     ),
-    "jagged_attention": _family(jagged_attentions, "pallas", "jagged_attention.attend"),
+    "jagged_attention": _family(
+        jagged_attentions,
+        "pallas",
+        "jagged_attention.attend",
+        "jagged_attention.gradients",
+    ),
     "jagged_attention_fp8": _family(
         fp8_jagged_attentions, "pallas", "jagged_attention.attend"
     ),

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from loka_jax.heads import Qkv
 from loka_jax.jagged import Rule
 from loka_jax.measure.check_families import BF16, Case, normal
 from loka_jax.ops import fm_lcb as fm_lcb_ops
-from loka_jax.ops.jagged_attention import BY_XLA, AttentionPlan, jagged_attention
+from loka_jax.ops.jagged_attention import BY_XLA, AttentionPlan, attend
 from loka_jax.pallas import fm_lcb, fm_lcb_backward
 
 # silu of the scores and their gradients are rounded to bfloat16.
@@ -39,17 +40,20 @@ def _operands(size: int) -> tuple[Any, ...]:
 
 
 def _both_ways(plan: AttentionPlan, operands, dtype) -> tuple[Any, ...]:
-    """Returns the output and the gradients of q, k and v."""
+    """Returns the output and the gradients of U, v, q and k, columns of one array."""
     *rows, offsets, num_contextual, num_candidates = operands
     q, k, v, gradient = (x.astype(dtype) for x in rows)
+    heads, size = q.shape[1:]
     rule = Rule(num_contextual, num_candidates, window=200, oldest=7)
-    how: dict[str, Any] = dict(scale=q.shape[-1] ** -0.5, max_length=_LONGEST)
+    how: dict[str, Any] = dict(scale=size**-0.5, max_length=_LONGEST)
 
-    def attention(q, k, v):
-        return jagged_attention(q, k, v, offsets, rule=rule, plan=plan, **how)
+    def attention(uvqk):
+        return attend(Qkv((uvqk,), heads, size), offsets, rule=rule, plan=plan, **how)
 
-    out, pull = jax.vjp(attention, q, k, v)
-    return tuple(x.astype(BF16) for x in (out, *pull(gradient)))
+    columns = [x.reshape(len(x), -1) for x in (gradient, v, q, k)]
+    (u, out), pull = jax.vjp(attention, jnp.concatenate(columns, axis=1))
+    (gradients,) = pull((u, gradient))
+    return tuple(x.astype(BF16) for x in (out, *jnp.split(gradients, 4, axis=1)))
 
 
 def jagged_attentions() -> list[Case]:

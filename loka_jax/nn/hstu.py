@@ -11,6 +11,7 @@ from flax import linen
 from jaxtyping import Array, Float, Int32
 
 from loka_jax import jagged
+from loka_jax.heads import Qkv
 from loka_jax.jagged import Rule
 from loka_jax.nn.jagged_attention import JaggedAttention
 from loka_jax.nn.norm_dense import NormParameters
@@ -93,27 +94,23 @@ class HstuLayer(linen.Module):
         heads, qk, v = self.num_heads, self.qk_dim, self.v_dim
         norm = NormParameters("layer", name="norm")
         uvqk = self._dense(2 * heads * (v + qk), "uvqk", norm=norm)(x)
-        parts = (heads * v, 2 * heads * v, heads * (2 * v + qk))
-        u, values, q, k = jnp.split(uvqk, parts, axis=1)
-        u = jax.nn.silu(u)
-        q, k, values = (z.reshape(count, heads, -1) for z in (q, k, values))
         rule = Rule(num_contextual, num_candidates, self.window, self.oldest)
-        attended = self._attend(q, k, values, offsets, rule).reshape(count, heads * v)
+        u, attended = self._attend(Qkv((uvqk,), heads, v), offsets, rule)
+        u, attended = jax.nn.silu(u), attended.reshape(count, heads * v)
         gated = normalize(attended, "layer", train=train, name="attention_norm") * u
         joined = jnp.concatenate([u, attended, gated], axis=1)
         dropped = linen.Dropout(self.dropout_rate, deterministic=not train)(joined)
         return self._dense(width, "out", use_bias=False)(dropped, x)
 
-    def _attend(
-        self, q: Array, k: Array, v: Array, offsets: Array, rule: Rule
-    ) -> Float[Array, "C h d_v"]:
+    def _attend(self, rows: Qkv, offsets: Array, rule: Rule) -> tuple[Any, Array]:
+        """Returns U, and the attention [C, h, d_v]."""
         site = JaggedAttention(
             max_length=self.max_length,
             recipe=self.recipe,
             implementation=self.implementation,
             name="attention",
         )
-        return site(q, k, v, offsets, rule)
+        return site(rows, offsets, rule)
 
     @linen.nowrap
     def _dense(self, features: int, name: str, **options: Any) -> PreNormDense:

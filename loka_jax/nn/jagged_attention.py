@@ -9,6 +9,7 @@ from flax import linen
 from jaxtyping import Array, Float, Int32
 
 from loka_jax import jagged
+from loka_jax.heads import Qkv
 from loka_jax.jagged import Rule
 from loka_jax.nn.batched import announce_batched
 from loka_jax.nn.context import as_recipe, current
@@ -47,7 +48,7 @@ def jagged_attention(
         ValueError: as of `ops.jagged_attention`.
     """
     how: dict[str, Any] = dict(rule=rule, scale=scale, max_length=max_length)
-    plan = _plan(q, v, implementation, is_fp8)
+    plan = _plan(Qkv.of(q, k, v), implementation, is_fp8)
     return ops.jagged_attention(q, k, v, offsets, plan=plan, **how)
 
 
@@ -70,19 +71,18 @@ class JaggedAttention(linen.Module):
     @linen.compact
     def __call__(
         self,
-        q: Float[Array, "C h d_qk"],
-        k: Float[Array, "C h d_qk"],
-        v: Float[Array, "C h d_v"],
+        rows: Qkv,
         offsets: Int32[Array, " B_plus_1"],
         rule: Rule = jagged.CAUSAL,
-    ) -> Float[Array, "C h d_v"]:
-        """Returns the attention, announced as a site and observed by Probe.
+    ) -> tuple[Float[Array, "C h_d_v"] | None, Float[Array, "C h d_v"]]:
+        """Returns `ops.attend`, announced as a site and observed by Probe.
 
         Its sizes are the rows, the columns of q and v, and the mean rows of a sequence.
         """
-        count, heads, size = q.shape
+        q, _, v = rows.parts()
+        count = len(q.array)
         mean_length = -(-count // max(len(offsets) - 1, 1))
-        spec = SiteSpec(m=count, k=size + v.shape[2], n=max(mean_length, 1))
+        spec = SiteSpec(m=count, k=q.size + v.size, n=max(mean_length, 1))
         choice = current().choices.get("/".join(self.path))
         implementation, is_fp8 = self.implementation, False
         if isinstance(choice, Choice):
@@ -90,26 +90,24 @@ class JaggedAttention(linen.Module):
             choice = choice.recipe
         if choice is not None:
             is_fp8 = as_recipe(choice).fwd is not None
-        plan = _plan(q, v, implementation, is_fp8)
-        announce_batched(self, heads, spec, together=plan)
-        how: dict[str, Any] = dict(rule=rule, scale=size**-0.5)
+        plan = _plan(rows, implementation, is_fp8)
+        announce_batched(self, rows.heads, spec, together=plan)
+        how: dict[str, Any] = dict(rule=rule, scale=q.size**-0.5)
         how |= dict(max_length=self.max_length)
-        out = ops.jagged_attention(q, k, v, offsets, plan=plan, **how)
+        u, out = ops.attend(rows, offsets, plan=plan, **how)
         observer = current().observer
         if not isinstance(observer, ProbeConfig | ErrorsAlone):
-            return out
+            return u, out
         count = len(observer.recipes)
         stats = self.variable(PROBE, "stats", empty_errors, count).value
-        seen = ops.forward_errors(q, k, v, offsets, recipes=count, **how)
-        return tell(out, seen, stats)
+        seen = ops.forward_errors(rows, offsets, recipes=count, **how)
+        return u, tell(out, seen, stats)
 
 
-def _plan(
-    q: Array, v: Array, implementation: Implementation, is_fp8: bool
-) -> ops.AttentionPlan:
+def _plan(rows: Qkv, implementation: Implementation, is_fp8: bool) -> ops.AttentionPlan:
     """Returns what runs attention on the device that sites are planned for."""
     check_choice("implementation", implementation, ("xla", "group", None))
     device = current().device or local_device()
-    plan = ops.plan_jagged_attention(q, v, device, is_fp8=is_fp8)
+    plan = ops.plan_jagged_attention(rows, device, is_fp8=is_fp8)
     by_xla = plan._replace(why_xla=ops.BY_XLA.why_xla)
     return by_xla if implementation == "xla" else plan

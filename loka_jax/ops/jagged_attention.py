@@ -13,6 +13,9 @@ in bfloat16.
 Neither pass stores scores: the backward pass computes them again. It is two passes of
 its own, one for each direction of the scores, which sum in a fixed order: results do
 not differ between runs.
+
+`attend` takes rows that one product has returned as they lie, see `Qkv`: kernels read
+q, k and v from its columns, and write their gradients to those of its gradient.
 """
 
 import functools
@@ -24,7 +27,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from loka_jax import checked, fp8, jagged
-from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Pass, Rule, Visibility
+from loka_jax.heads import Heads, Qkv
+from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Rule, Visibility
 from loka_jax.mapped import by_kernel, equally_varying
 from loka_jax.ops.device import Device
 from loka_jax.ops.mesh_axes import varying_axes
@@ -62,11 +66,7 @@ BY_XLA = AttentionPlan("provider 'xla'")
 
 
 def plan_jagged_attention(
-    q: jax.Array | jax.ShapeDtypeStruct,
-    v: jax.Array | jax.ShapeDtypeStruct,
-    device: Device,
-    *,
-    is_fp8: bool = False,
+    rows: Qkv, device: Device, *, is_fp8: bool = False
 ) -> AttentionPlan:
     """Returns what runs `jagged_attention` on a device, forward in FP8 if asked for.
 
@@ -74,15 +74,16 @@ def plan_jagged_attention(
     """
     plan = BY_XLA._replace(why_not_fp8=None) if is_fp8 else BY_XLA
     reason = device.why_not_pallas
-    if reason is None and {q.dtype, v.dtype} != {jnp.dtype(jnp.bfloat16)}:
-        reason = f"q in {q.dtype} and v in {v.dtype}"
+    dtypes = {x.dtype.name for x in rows.arrays}
+    if reason is None and dtypes != {"bfloat16"}:
+        reason = f"rows in {' and '.join(sorted(dtypes))}"
     if reason is not None:
         return plan._replace(why_xla=reason)
     # With Mosaic GPU, which a CPU has no use for.
     from loka_jax.pallas import jagged_attention as kernel
 
-    _, heads, size = q.shape
-    problem = kernel.Problem(heads=heads, size=size, value_size=v.shape[-1])
+    q, _, v = rows.parts()
+    problem = kernel.Problem(heads=q.count, size=q.size, value_size=v.size)
     reason = kernel.why_not(problem) or checked.why_wrong("jagged_attention")
     if is_fp8 and reason is None:
         plan = plan._replace(why_not_fp8=checked.why_wrong("jagged_attention_fp8"))
@@ -116,20 +117,45 @@ def jagged_attention(
     Raises:
         ValueError: if shapes do not match, or numbers are out of range.
     """
-    _check(q, k, v, offsets, rule)
-    if max_length < 1:
-        raise ValueError(f"max_length={max_length}: it must be at least 1.")
-    visible = jagged.visibility(offsets, len(q), rule)
-    static = _Static(scale, max_length, plan)
-    q, k, v, *leaves = equally_varying(q, k, v, *jax.tree.leaves(visible))
-    visible = jax.tree.unflatten(jax.tree.structure(visible), leaves)
-    return _attention(static, q, k, v, visible)
+    if q.shape != k.shape or v.shape[:-1] != q.shape[:-1] or q.ndim != 3:
+        raise ValueError(
+            f"q {q.shape}, k {k.shape} and v {v.shape} must be [C, heads, d_qk], the "
+            f"same, and [C, heads, d_v]."
+        )
+    how: dict[str, Any] = dict(rule=rule, scale=scale, max_length=max_length)
+    return attend(Qkv.of(q, k, v), offsets, plan=plan, **how)[1]
+
+
+def attend(
+    rows: Qkv,
+    offsets: Int32[Array, " B_plus_1"],
+    *,
+    rule: Rule = jagged.CAUSAL,
+    scale: float,
+    max_length: int,
+    plan: AttentionPlan = BY_XLA,
+) -> tuple[Float[Array, "C heads_d_v"] | None, Float[Array, "C heads d_v"]]:
+    """Returns U, if there is one, and `jagged_attention`.
+
+    Take U from here, so that its gradient gets its place beside those of V, Q and K.
+
+    Raises:
+        ValueError: as of `jagged_attention`.
+    """
+    _check(offsets, rule, max_length)
+    visible = jagged.visibility(offsets, len(rows.arrays[0]), rule)
+    given = rows
+    if plan.why_xla is not None:  # which joins slices with what writes and reads them
+        rows = Qkv.of(*(x.alone() for x in rows.parts()))
+    leaves, tree = jax.tree.flatten((rows, visible))
+    rows, visible = jax.tree.unflatten(tree, equally_varying(*leaves))
+    result: Any = _attention(_Static(scale, max_length, plan), rows, visible)
+    u, out = result
+    return (given.u if u is None else u), out
 
 
 def forward_errors(
-    q: Float[Array, "C heads d_qk"],
-    k: Float[Array, "C heads d_qk"],
-    v: Float[Array, "C heads d_v"],
+    rows: Qkv,
     offsets: Int32[Array, " B_plus_1"],
     *,
     recipes: int,
@@ -143,24 +169,21 @@ def forward_errors(
     """
 
     def result(dtype: Any, plan: AttentionPlan) -> Array:
-        some = jax.lax.stop_gradient([x[:_OBSERVED_ROWS] for x in (q, k, v)])
-        first, second, third = (x.astype(dtype) for x in some)
-        out = jagged_attention(first, second, third, offsets, plan=plan, **how)
+        some = jax.lax.stop_gradient(
+            jax.tree.map(lambda x: x[:_OBSERVED_ROWS].astype(dtype), rows)
+        )
+        _, out = attend(some, offsets, plan=plan, **how)
         return out.reshape(len(out), -1).astype(jnp.float32)
 
+    first, *_ = rows.arrays
     exact = result(jnp.float32, BY_XLA)
-    in_fp8 = result(v.dtype, BY_XLA._replace(why_not_fp8=None))
+    in_fp8 = result(first.dtype, BY_XLA._replace(why_not_fp8=None))
     examples = jagged.sequence_of(offsets, jnp.arange(len(exact), dtype=jnp.int32))
-    count, names = len(offsets) - 1, varying_axes(q)
+    count, names = len(offsets) - 1, varying_axes(first)
     return errors_of_forward(exact, in_fp8, examples, count, recipes, names)
 
 
-def _check(q, k, v, offsets, rule: Rule) -> None:
-    if q.shape != k.shape or v.shape[:-1] != q.shape[:-1] or q.ndim != 3:
-        raise ValueError(
-            f"q {q.shape}, k {k.shape} and v {v.shape} must be [C, heads, d_qk], the "
-            f"same, and [C, heads, d_v]."
-        )
+def _check(offsets, rule: Rule, max_length: int) -> None:
     if offsets.ndim != 1 or len(offsets) < 2:
         raise ValueError(f"offsets {offsets.shape} must be [B + 1], of a sequence.")
     window, oldest = rule.window, rule.oldest
@@ -168,6 +191,8 @@ def _check(q, k, v, offsets, rule: Rule) -> None:
         raise ValueError(f"window={window}: it must be at least 1, or None.")
     if oldest < 0 or (oldest and window is None):
         raise ValueError(f"oldest={oldest}: it must be at least 0, and has a window.")
+    if max_length < 1:
+        raise ValueError(f"max_length={max_length}: it must be at least 1.")
 
 
 class _Static(NamedTuple):
@@ -175,39 +200,56 @@ class _Static(NamedTuple):
     max_length: int
     plan: AttentionPlan
 
+    @property
+    def how(self) -> dict[str, Any]:
+        """What all passes are given."""
+        numbers: dict[str, Any] = dict(scale=self.scale, max_length=self.max_length)
+        if self.plan.why_xla is None:
+            numbers["interpret"] = self.plan.interpret
+        return numbers
 
-def _attend(static: _Static, kind: Pass, fixed, streamed, visible):
-    """Returns the results of a pass."""
-    how: dict[str, Any] = dict(scale=static.scale, max_length=static.max_length)
+
+def _forward(static: _Static, q: Heads, k: Heads, v: Heads, visible) -> Array:
     if static.plan.why_xla is not None:
-        return xla.attend(kind, fixed, streamed, visible, **how)
+        (out,) = xla.attend(FORWARD, (q,), (k, v), visible, **static.how)
+        return out
     from loka_jax.pallas import jagged_attention as kernel
 
-    how["interpret"] = static.plan.interpret
-    run = functools.partial(kernel.attend, kind, **how)
-    return by_kernel(run, fixed, streamed, visible)
+    run = functools.partial(kernel.attend, FORWARD, **static.how)
+    (out,) = by_kernel(run, (q,), (k, v), visible)
+    return out
+
+
+def _gradients(static: _Static, rows: Qkv, du, gradient, visible) -> Qkv:
+    if static.plan.why_xla is not None:
+        (q, k, v), g = rows.parts(), Heads.of(gradient)
+        (dq,) = xla.attend(BY_QUERY, (q, g), (k, v), visible, **static.how)
+        dk, dv = xla.attend(BY_KEY, (k, v), (q, g), visible, **static.how)
+        return Qkv.of(dq, dk, dv)
+    from loka_jax.pallas import jagged_attention as kernel
+
+    run = functools.partial(kernel.gradients, **static.how)
+    return by_kernel(run, rows, gradient, visible).with_u(du)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: _Static, q, k, v, visible: Visibility) -> Any:
-    dtype = v.dtype
+def _attention(static: _Static, rows: Qkv, visible: Visibility) -> Any:
+    parts = rows.parts()
+    dtype = rows.arrays[0].dtype
     if static.plan.is_fp8:
-        q, k, v = (fp8.saturate(x, fp8.E4M3) for x in (q, k, v))
-    (out,) = _attend(static, FORWARD, (q,), (k, v), visible)
-    return out.astype(dtype)
+        parts = [Heads.of(fp8.saturate(x.alone(), fp8.E4M3)) for x in parts]
+    return rows.u, _forward(static, *parts, visible).astype(dtype)
 
 
-def _attention_fwd(static: _Static, q, k, v, visible):
-    return _attention(static, q, k, v, visible), (q, k, v, visible)
+def _attention_fwd(static: _Static, rows: Qkv, visible):
+    return _attention(static, rows, visible), (rows, visible)
 
 
-def _attention_bwd(static: _Static, residuals, gradient):
-    q, k, v, visible = residuals
-    (dq,) = _attend(static, BY_QUERY, (q, gradient), (k, v), visible)
-    dk, dv = _attend(static, BY_KEY, (k, v), (q, gradient), visible)
+def _attention_bwd(static: _Static, residuals, gradients):
+    (rows, visible), (du, gradient) = residuals, gradients
     # Integers have gradients of a type of their own.
     none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), visible)
-    return dq, dk, dv, none
+    return _gradients(static, rows, du, gradient, visible), none
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

@@ -1,5 +1,8 @@
 """What the warpgroups of a CTA do in a pass of attention, see `jagged_attention`."""
 
+import dataclasses
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -8,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from loka_jax import jagged
 from loka_jax.fp8 import E4M3
+from loka_jax.heads import Heads
 from loka_jax.jagged import Spans, Visibility
 from loka_jax.pallas import tiles
 from loka_jax.pallas.dense_norm_tile import wait_if
@@ -17,23 +21,25 @@ from loka_jax.pallas.tiles import ROWS
 
 
 class Kernel:
-    """The work of a CTA's warpgroups."""
+    """The work of a CTA's warpgroups.
 
-    def __init__(self, layout: LaunchLayout):
-        self.layout, self.config, self.kind = layout, layout.config, layout.kind
+    Attributes:
+        places: of the results: `array` is the number of an array.
+    """
 
-    def body(self, *arrays, **scratch):
+    def __init__(self, layout: LaunchLayout, places: Sequence[Heads]):
+        self.layout, self.config, self.places = layout, layout.config, places
+
+    def body(self, fixed, streamed, tasks, limits, results, **scratch):
         """The kernel: the last warpgroup loads, the others compute."""
-        refs, results = Scratch(**scratch), len(self.layout.factors())
-        arrays, out = arrays[:-results], arrays[-results:]
-        rows = 3 + self.kind.has_slopes
-        operands, tasks, limits = arrays[:rows], arrays[rows], arrays[rows + 1 :]
+        refs = Scratch(**scratch)
+        out = [dataclasses.replace(x, array=results[x.array]) for x in self.places]
         warpgroup, warpgroups = lax.axis_index("warpgroup"), self.config.warpgroups
 
         @pl.when(warpgroup == warpgroups)
         def _():
             plgpu.set_max_registers(tiles.PRODUCER_REGISTERS, action="decrease")
-            self._produce(operands, tasks, refs)
+            self._produce(fixed, streamed, tasks, refs)
 
         @pl.when(warpgroup < warpgroups)
         def _():
@@ -67,10 +73,10 @@ class Kernel:
         mine = rounds + jnp.where(position(jnp.int32(rounds)) < rest, 1, 0)
         return mine, lax.fori_loop(0, mine, work, jnp.int32(0))
 
-    def _produce(self, operands, tasks, refs: Scratch):
+    def _produce(self, fixed, streamed, tasks, refs: Scratch):
         """Keeps the buffers of fixed and streamed rows filled."""
         config, warpgroups = self.config, self.config.warpgroups
-        *fixed, x, y = operands
+        x, y = streamed
         rings = (
             (x, refs.x, refs.x_full, refs.x_empty, config.x_stages),
             (y, refs.y, refs.y_full, refs.y_empty, config.y_stages),
@@ -83,7 +89,7 @@ class Kernel:
                 rows = pl.ds(task.tile * self.layout.tile + i * ROWS, ROWS)
                 for source, target in zip(fixed, (refs.a, refs.b), strict=False):
                     plgpu.copy_gmem_to_smem(
-                        source.at[rows, task.head],
+                        _part(source, rows, task.head),
                         target.at[stage * warpgroups + i],
                         refs.fixed_full.at[stage],
                     )
@@ -95,8 +101,7 @@ class Kernel:
                     slot = lax.rem(count + step, stages)
                     wait_if(count + step >= stages, empty.at[slot])
                     is_turned = self.layout.is_fp8 and source is y
-                    turned = task.head, slice(None), rows
-                    part = source.at[turned if is_turned else (rows, task.head)]
+                    part = _part(source, rows, task.head, is_turned=is_turned)
                     plgpu.copy_gmem_to_smem(part, buffer.at[slot], full.at[slot])
 
         rounds, count = self._each_task(tasks, load)
@@ -107,6 +112,12 @@ class Kernel:
             for last in range(stages):
                 number = total - 1 - last
                 wait_if(number >= 0, empty.at[lax.rem(number + stages, stages)])
+
+
+def _part(heads: Heads, rows, head, *, is_turned: bool = False):
+    """Returns some rows of a head; where they are columns, its columns are rows."""
+    columns = pl.ds(heads.first + head * heads.size, heads.size)
+    return heads.array.at[(columns, rows) if is_turned else (rows, columns)]
 
 
 class _Worker:
@@ -165,7 +176,7 @@ class _Worker:
             buffer[...] = (total * factor).astype(BF16)
         plgpu.commit_smem()
         for buffer, out in zip(buffers, self.out, strict=True):
-            plgpu.copy_smem_to_gmem(buffer, out.at[place])
+            plgpu.copy_smem_to_gmem(buffer, _part(out, *place))
 
     def _fixed(self, own):
         """Returns a warpgroup's fixed rows."""

@@ -114,15 +114,14 @@ class LaunchLayout(NamedTuple):
         return ROWS * self.config.warpgroups
 
     @property
-    def padded_rows(self) -> int:
-        """Rows in whole tiles and blocks."""
-        unit = math.lcm(self.tile, self.config.block)
-        return -(-self.rows // unit) * unit
+    def unit(self) -> int:
+        """Rows of whole tiles and blocks."""
+        return math.lcm(self.tile, self.config.block)
 
     @property
     def items(self) -> int:
-        """Tiles of all heads."""
-        return self.padded_rows // self.tile * self.heads
+        """Tiles of all heads, of rows that are in whole tiles."""
+        return self.rows // self.tile * self.heads
 
     @property
     def ctas(self) -> int:
@@ -172,11 +171,6 @@ class LaunchLayout(NamedTuple):
         if self.is_interpreted:
             fields["weights"] = operand(warpgroups, ROWS, config.block)
         return fields
-
-    def results(self) -> list[jax.ShapeDtypeStruct]:
-        """Returns the types of the results."""
-        shape = (self.padded_rows, self.heads, self.size)
-        return [jax.ShapeDtypeStruct(shape, BF16) for _ in self.factors()]
 
 
 def task_table(layout: LaunchLayout, visible: Visibility) -> jax.Array:

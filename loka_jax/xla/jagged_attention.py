@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from loka_jax import jagged
 from loka_jax.fp8 import E4M3, saturate
+from loka_jax.heads import Heads
 from loka_jax.jagged import Pass, Visibility
 
 # Rows of a block, and where sequences are long. A block that is longer than most of
@@ -25,8 +26,8 @@ _ALIGNMENT = 8
 
 def attend(
     kind: Pass,
-    fixed: tuple[Float[Array, "C h _"], ...],
-    streamed: tuple[Float[Array, "C h _"], ...],
+    fixed: tuple[Heads, ...],
+    streamed: tuple[Heads, ...],
     visible: Visibility,
     *,
     scale: float,
@@ -42,16 +43,16 @@ def attend(
         streamed: x and y.
         max_length: N.
     """
-    size = len(fixed[0])
+    rows: Any = [[z.alone() for z in side] for side in (fixed, streamed)]
+    size = len(rows[0][0])
     block = _LARGER_BLOCK if max_length >= _LONG else _BLOCK
     block = min(block, -(-size // _ALIGNMENT) * _ALIGNMENT)
     pad = -size % block
-    rows: Any = fixed, streamed
-    fixed, streamed = jax.tree.map(lambda x: _blocked(x, pad, block), rows)
+    blocked = jax.tree.map(lambda x: _blocked(x, pad, block), rows)
     visible = jagged.padded(visible, size + pad)
     visits = jagged.blocks(visible, by_key=kind.by_key, fixed=block, streamed=block)
-    add = functools.partial(_add, kind, scale, fixed, streamed, visible, visits)
-    x, y = streamed
+    add = functools.partial(_add, kind, scale, *blocked, visible, visits)
+    x, y = blocked[1]
     sums = [jnp.zeros(z.shape, jnp.float32) for z in _wanted(kind, x, y)]
     sums = lax.fori_loop(0, jnp.max(visits.count), add, sums)
     factors = _wanted(kind, scale / max_length, 1 / max_length)

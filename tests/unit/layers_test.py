@@ -13,7 +13,7 @@ named
 fp8 quality jsonfile cache_folder saved_format checked mapped
 unbiased
 commands
-recipe normed jagged packed maxima launch server
+recipe normed heads jagged packed maxima launch server
 scaling site tails report
 xla pallas triton group chosen
 probe

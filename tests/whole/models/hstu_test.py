@@ -11,6 +11,7 @@ from jax.flatten_util import ravel_pytree
 from loka_jax import checked
 from loka_jax.data import Events
 from loka_jax.dispatch.attention import IN_BF16, IN_FP8
+from loka_jax.heads import Qkv
 from loka_jax.models import Hstu
 from loka_jax.nn import (
     PROBE,
@@ -281,22 +282,23 @@ def test_an_attention_in_fp8_says_what_runs_it_and_why_not(monkeypatch):
     "observer", [ErrorsAlone(), ProbeConfig(recipes=("fp8_rowwise",))]
 )
 def test_probe_measures_the_error_of_its_forward_pass(observer):
-    rows = [support.normal(C, 2, 16, seed=i, dtype=jnp.bfloat16) for i in range(3)]
+    rows = support.normal(C, 2 * 4 * 16, dtype=jnp.bfloat16)  # U, V, Q and K
     offsets = jnp.array((0, 5, 5, 9), jnp.int32)  # the last rows are padding
     site = JaggedAttention(max_length=8)
 
     @jax.jit
-    def run(*rows):
+    def run(rows):
         with probing(observer):
-            stats = site.init(jax.random.key(0), *rows, offsets)[PROBE]
+            qkv = Qkv((rows,), 2, 16)
+            stats = site.init(jax.random.key(0), qkv, offsets)[PROBE]
 
             def out(rows, stats):
-                return site.apply({PROBE: stats}, *rows, offsets)
+                return site.apply({PROBE: stats}, Qkv((rows,), 2, 16), offsets)
 
             y, pull = jax.vjp(out, rows, stats)
             return y, pull(y)
 
-    y, (gradients, stats) = run(*rows)
+    (u, y), (gradient, stats) = run(rows)
 
     @functools.partial(jax.jit, static_argnums=0)
     def plain(is_fp8, rows):
@@ -305,12 +307,16 @@ def test_probe_measures_the_error_of_its_forward_pass(observer):
         y, pull = jax.vjp(out, *rows)
         return y, pull(y)
 
-    expected, of_rows = plain(False, rows)
+    u_given, *own = (x.reshape(C, 2, 16) for x in np.split(rows, 4, axis=1))
+    v, q, k = own
+    expected, of_rows = plain(False, [q, k, v])
     np.testing.assert_array_equal(y, expected)
-    for found, other in zip(gradients, of_rows, strict=True):
-        np.testing.assert_array_equal(found, other)
-    exact, _ = plain(False, [x.astype(jnp.float32) for x in rows])
-    in_fp8, _ = plain(True, rows)
+    np.testing.assert_array_equal(u.reshape(C, 2, 16), u_given)
+    dq, dk, dv = of_rows
+    joined = [x.reshape(C, -1) for x in (u, dv, dq, dk)]
+    np.testing.assert_array_equal(gradient, np.concatenate(joined, axis=1))
+    exact, _ = plain(False, [x.astype(jnp.float32) for x in (q, k, v)])
+    in_fp8, _ = plain(True, [q, k, v])
     noise = np.float64(in_fp8) - np.float64(exact)
     relative = np.linalg.norm(noise) / np.linalg.norm(exact)
     assert 0.02 < relative < 0.08

@@ -12,8 +12,10 @@ import pytest
 
 from loka_jax import jagged
 from loka_jax.fp8 import E4M3, saturate
+from loka_jax.heads import Heads, Qkv
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Rule
 from loka_jax.measure import families, family_pallas
+from loka_jax.ops import jagged_attention as ops
 from loka_jax.ops.jagged_attention import AttentionPlan, jagged_attention
 from loka_jax.pallas import jagged_attention as kernel
 from loka_jax.pallas.jagged_attention import TuningConfig, attend, search_space
@@ -60,6 +62,31 @@ def test_output_and_gradients_are_those_of_the_equation(name, size, interpret):
     attention.assert_exact(found, case, operands, **HOW)
 
 
+@pytest.mark.parametrize("name, size", [("all", 64), ("causal", 128), ("window", 256)])
+def test_rows_of_one_array_have_the_same_results_bit_for_bit(name, size, interpret):
+    """U, V, Q and K lie in columns, and so do the gradients."""
+    case = CASES[name]
+    *operands, gradient = attention.operands_of(case.num_rows, 2, size, jnp.bfloat16)
+    q, k, v = (x.reshape(len(x), -1) for x in operands)
+    u, du = 2 * v, 3 * q
+    offsets, plan = jnp.asarray(case.offsets), AttentionPlan(None, interpret)
+
+    @jax.jit
+    def run(uvqk, *gradients):
+        def attend(uvqk):
+            qkv = Qkv((uvqk,), 2, size)
+            return ops.attend(qkv, offsets, plan=plan, rule=case.rule, **HOW)
+
+        found, pull = jax.vjp(attend, uvqk)
+        return *found, *pull(gradients)
+
+    found = run(jnp.concatenate([u, v, q, k], axis=1), du, gradient)
+    out, dq, dk, dv = both_ways(case, (*operands, gradient), interpret)
+    columns = [du, *(x.reshape(len(x), -1) for x in (dv, dq, dk))]
+    for x, y in zip(found, (u, out, jnp.concatenate(columns, axis=1)), strict=True):
+        assert jnp.array_equal(x, y)
+
+
 # Masks of all kinds, and spans of few and of many blocks.
 @pytest.mark.parametrize(
     "name, size, config",
@@ -78,7 +105,8 @@ def test_the_forward_pass_in_fp8_is_that_of_the_equation(name, size, config, int
     offsets = jnp.asarray(case.offsets)
     visible = jagged.visibility(offsets, case.num_rows, case.rule)
     run = support.interpreted(attend, interpret)
-    (out,) = run(FORWARD, (q,), (k, v), visible, config=config, **HOW)
+    first, *streamed = map(Heads.of, (q, k, v))
+    (out,) = run(FORWARD, (first,), streamed, visible, config=config, **HOW)
     attention.assert_exact_in_fp8(out, case, q, k, v, **HOW)
 
 
@@ -94,7 +122,8 @@ def test_the_forward_pass_in_fp8_is_that_of_the_equation(name, size, config, int
 )
 def test_all_configs_are_right(config, interpret):
     case = Case((130, 0, 61), 65, (2, 0, 1), (3, 0, 9))
-    q, k, v, gradient = operands = attention.operands_of(256, 1, 64, jnp.bfloat16)
+    operands = attention.operands_of(256, 1, 64, jnp.bfloat16)
+    q, k, v, gradient = map(Heads.of, operands)
     visible = jagged.visibility(jnp.asarray(case.offsets), 256, case.rule)
     run = functools.partial(
         support.interpreted(attend, interpret), config=config, visible=visible, **HOW
@@ -132,10 +161,10 @@ def test_what_is_right_passes_the_check(name, small_check):
 
 
 def test_keys_in_another_order_fail_the_check(small_check, monkeypatch):
-    kernel._launch.clear_cache()
+    kernel._attend.clear_cache()
     monkeypatch.setattr(kernel, "interleave", lambda x: x)
     reason = small_check("jagged_attention_fp8")
-    kernel._launch.clear_cache()
+    kernel._attend.clear_cache()
     assert reason is not None and "attention in FP8 of heads of 64" in reason
 
 
@@ -145,7 +174,7 @@ def test_keys_in_another_order_fail_the_check(small_check, monkeypatch):
     [(FORWARD, BF16), (BY_QUERY, BF16), (BY_KEY, BF16), (FORWARD, E4M3)],
 )
 def test_the_search_space_lowers(size, kind, dtype):
-    rows = jax.ShapeDtypeStruct((999, 4, size), dtype)
+    rows = Heads(jax.ShapeDtypeStruct((999, 8 * size), dtype), 2 * size, 4, size)
     counts = jax.ShapeDtypeStruct((8,), jnp.int32)
     offsets = jax.ShapeDtypeStruct((9,), jnp.int32)
 

@@ -14,7 +14,8 @@ from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.policy import Limits
 from loka_jax.dispatch.table import ATTENTION, Entry
 from loka_jax.fp8 import E4M3
-from loka_jax.jagged import FORWARD
+from loka_jax.heads import Heads
+from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD
 from loka_jax.models import Hstu
 from loka_jax.ops import jagged_attention as ops
 from loka_jax.pallas import jagged_attention as kernels
@@ -87,17 +88,26 @@ def test_a_stream_that_is_stopped_in_the_middle_goes_on_bit_for_bit(tmp_path):
 def ran(monkeypatch, tmp_path):
     """Kernels of the attention that XLA stands in for, as if on a Hopper GPU."""
 
-    def plan_jagged_attention(q, v, device, *, is_fp8=False):
+    def plan_jagged_attention(rows, device, *, is_fp8=False):
         return ops.AttentionPlan(None, why_not_fp8=None if is_fp8 else "not chosen")
 
     def attend(kind, fixed, streamed, visible, *, interpret, **how):
-        found.append((kind, fixed[0].dtype))
+        found.append((kind, fixed[0].array.dtype))
         return xla.attend(kind, fixed, streamed, visible, **how)
+
+    def gradients(rows, gradient, visible, *, interpret, **how):
+        (q, k, v), g = rows.parts(), Heads.of(gradient)
+        how = dict(interpret=interpret, visible=visible) | how
+        (dq,) = attend(BY_QUERY, (q, g), (k, v), **how)
+        dk, dv = attend(BY_KEY, (k, v), (q, g), **how)
+        columns = [rows.u, *(x.reshape(len(x), -1) for x in (dv, dq, dk))]
+        return dataclasses.replace(rows, arrays=(jnp.concatenate(columns, axis=1),))
 
     found = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # runs keep their errors there
     monkeypatch.setattr(ops, "plan_jagged_attention", plan_jagged_attention)
     monkeypatch.setattr(kernels, "attend", attend)
+    monkeypatch.setattr(kernels, "gradients", gradients)
     return found
 
 

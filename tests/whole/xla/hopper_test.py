@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from loka_jax import fp8, nn, xla
+from loka_jax import checked, fp8, nn, xla
+from loka_jax.ops.device import HOPPER
 from tests.support import hopper
 from tests.support.recipes import recipe_of
 
@@ -101,3 +102,42 @@ def test_a_product_writes_its_result_in_fp8_itself(first, has_bias):
     hlo = hopper.compiled(run, lhs, rhs, factor, bias)
     assert counts(hlo) == (1, 0)
     assert len(hopper.kernels(hlo)) == 1 + has_bias  # the bias is cast to bfloat16
+
+
+@pytest.mark.parametrize(
+    "recipe, use_bias", [("bf16", False), ("fp8_tensorwise_delayed", True)]
+)
+def test_attention_reads_and_writes_columns_where_products_have_them(
+    recipe, use_bias, monkeypatch
+):
+    monkeypatch.setattr(checked, "why_wrong", lambda *families: None)
+    rows, width = 1024, 4 * 2 * 64  # U, V, Q and K
+    how = dict(max_length=256, recipe=recipe, use_bias=use_bias)
+    layer = nn.HstuLayer(2, 64, 64, implementation="group", **how)
+
+    def step(variables, x, offsets, g):
+        with nn.site_context(device=HOPPER, scales_initialized=True):
+            layer_of = lambda *args: layer.apply(*args, offsets)  # noqa: E731
+            out, pull = jax.vjp(layer_of, variables, x)
+            return out, pull(g)
+
+    x = jax.ShapeDtypeStruct((rows, 128), jnp.bfloat16)
+    offsets = jax.ShapeDtypeStruct((9,), jnp.int32)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x, offsets)
+    hlo = hopper.compiled(step, variables, x, offsets, x)
+    entry = hlo[hlo.index("\nENTRY ") :]
+    lines = dict(re.findall(r"\n  (?:ROOT )?%([\w.\-]+) = (.*?), metadata", entry))
+    wide, kernel = f"bf16[{rows},{width}]", 'custom_call_target="mosaic_gpu_v2"'
+    launches = [line for line in lines.values() if kernel in line]
+    names = {x for line in launches for x in re.findall(r"%([\w.\-]+)", line)}
+    read = [lines[x] for x in names if lines.get(x, "").startswith(wide)]
+    # The product's result, and where the gradient of q is written, then of k and v.
+    targets = 'custom_call_target="AllocateBuffer"', kernel
+    (product,) = (x for x in read if not any(target in x for target in targets))
+    assert re.search(r" get-tuple-element\(%cublas|calls=%gemm_fusion", product)
+    assert len(launches) == len(read) == 3
+    # Nothing else has its size but what writes the gradient of U into it.
+    used = *launches, *read
+    others = [x for x in lines if wide in lines[x] and lines[x] not in used]
+    (of_u,) = (x for x in others if "gemm" not in x)
+    assert "dynamic_update_slice" in of_u
