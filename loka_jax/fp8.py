@@ -11,7 +11,7 @@ agree. NaN stays NaN: it must be seen.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ class Fp8Array:
         data: the FP8 values, of any shape; two-dimensional if `tile` is given.
         scale_inv: float32 dequantization factors, broadcastable to `data`; with
             `tile = (r, c)`, one factor for each tile of r rows and c columns.
-        tile: rows and columns that share a scale (blockwise), or None.
+        tile: rows and columns that share a scale, or None.
     """
 
     data: Float[Array, "..."]
@@ -171,6 +171,26 @@ def compute_scale_inv(
     return jnp.where(jnp.isfinite(amax), 1.0 / scale, jnp.nan)
 
 
+def mx_scale_inv(
+    amax: Float[Array, "*shape"], dtype: DTypeLike
+) -> Float[Array, "*shape"]:
+    """Returns the scales of blocks in an MX format, as float32.
+
+        scale_inv = 2^(floor(log2 amax) - emax)        emax = floor(log2 fp8_max)
+
+    E8M0 has them all: powers of two, or NaN where the amax is not finite. Up to an
+    eighth of the range of amaxes saturates, from 1.75 times a power of two in E4M3 on.
+    Blocks of zeros, or below 2^-117, have 2^-126, which GPUs do not flush to zero.
+
+    References:
+        OCP Microscaling Formats (MX) Specification v1.0, section 6.3.
+    """
+    emax = power_of_two_down(jnp.float32(fp8_max(dtype)))
+    smallest = float(jnp.finfo(jnp.float32).tiny)
+    scale_inv = jnp.maximum(power_of_two_down(amax) / emax, smallest)
+    return jnp.where(jnp.isfinite(amax), scale_inv, jnp.nan)
+
+
 def cast(
     x: Float[Array, "*shape"], scale_inv: Float[Array, "..."], dtype: DTypeLike
 ) -> Fp8Array:
@@ -208,11 +228,14 @@ def quantize_tiles(
     dtype: DTypeLike = E4M3,
     *,
     tile: tuple[int, int],
-    pow2_scale: bool = True,
+    scale_inv_of: Callable[[Array, DTypeLike], Array] = compute_scale_inv,
 ) -> Fp8Array:
-    """Casts `x` to FP8 with one scale per `tile` (blockwise, current scaling).
+    """Casts `x` to FP8 with one scale per `tile` (current scaling).
 
     Where a size is not a multiple of the tile, the last tile is partial.
+
+    Args:
+        scale_inv_of: returns the scales of tiles with such amaxes.
     """
     rows, cols = x.shape
     tile_rows, tile_cols = tile
@@ -220,7 +243,7 @@ def quantize_tiles(
     tiles = padded.reshape(
         padded.shape[0] // tile_rows, tile_rows, padded.shape[1] // tile_cols, tile_cols
     )
-    scale_inv = compute_scale_inv(amax(tiles, (1, 3)), dtype, pow2_scale=pow2_scale)
+    scale_inv = scale_inv_of(amax(tiles, (1, 3)), dtype)
     data = cast(tiles, scale_inv, dtype).data.reshape(padded.shape)[:rows, :cols]
     return Fp8Array(data, scale_inv[:, 0, :, 0], tile)
 

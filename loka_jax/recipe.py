@@ -17,12 +17,14 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
-from loka_jax.fp8 import E4M3, E5M2, fp8_max
+from loka_jax import fp8
+from loka_jax.fp8 import E4M3, E5M2, Fp8Array, fp8_max
 
 Role = Literal["fwd", "dlhs", "drhs"]
 Operand = Literal["lhs", "rhs", "g"]
-Granularity = Literal["tensorwise", "rowwise", "blockwise"]
+Granularity = Literal["tensorwise", "rowwise", "blockwise", "mx"]
 
 ROLES: tuple[Role, ...] = ("fwd", "dlhs", "drhs")
 OPERANDS: tuple[Operand, ...] = ("lhs", "rhs", "g")
@@ -33,6 +35,7 @@ ROLE_OPERANDS: dict[Role, tuple[Operand, Operand]] = {
     "drhs": ("lhs", "g"),
 }
 BLOCK = 128  # blockwise scaling: 1 x 128 for activations, 128 x 128 for weights
+MX_BLOCK = 32  # of the MX formats, along the contracting dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,11 +44,12 @@ class Cast:
 
     Attributes:
         granularity: the elements that share a scale: the whole array (tensorwise), a
-            slice along the contracting dim (rowwise), or a tile (blockwise).
+            slice along the contracting dim (rowwise), or a tile (blockwise, or "mx",
+            with the scales of the MX formats).
         scaling: "current" takes the scale from this step's amax; "delayed" from a
             history of earlier amaxes, so that one pass over the data is enough.
         pow2_scale: round scales down to powers of two (exact scaling), which delayed
-            ones always are.
+            and mx ones always are.
     """
 
     dtype: DTypeLike = E4M3
@@ -60,8 +64,28 @@ class Cast:
                 f"delayed scaling keeps one scale per tensor; "
                 f"granularity={self.granularity!r} needs scaling='current'."
             )
-        if self.scaling == "delayed" and not self.pow2_scale:
-            raise ValueError("delayed scaling needs pow2_scale=True.")
+        for kind in (self.scaling, self.granularity):
+            if kind in ("delayed", "mx") and not self.pow2_scale:
+                raise ValueError(f"{kind} scaling needs pow2_scale=True.")
+
+    @property
+    def is_tiled(self) -> bool:
+        """True if tiles of the operand share a scale."""
+        return self.granularity in ("blockwise", "mx")
+
+    def in_tiles(self, x: Float[Array, "r c"], operand: Operand) -> Fp8Array:
+        """Returns an operand, to be contracted over its last dim, cast in tiles.
+
+        128 x 128 for weights and 1 x 128 for activations and gradients (DeepSeek-V3),
+        or 1 x 32.
+        """
+        if self.granularity == "mx":
+            tile, scale_inv_of = (1, MX_BLOCK), fp8.mx_scale_inv
+        else:
+            tile = (BLOCK, BLOCK) if operand == "rhs" else (1, BLOCK)
+            how = dict(pow2_scale=self.pow2_scale)
+            scale_inv_of = functools.partial(fp8.compute_scale_inv, **how)
+        return fp8.quantize_tiles(x, self.dtype, tile=tile, scale_inv_of=scale_inv_of)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,10 +107,15 @@ class GemmRecipe:
             raise ValueError(
                 "E5M2 x E5M2 has no FP8 GEMM on Hopper; make one operand E4M3."
             )
-        if (self.first.granularity == "blockwise") != (
-            self.second.granularity == "blockwise"
-        ):
-            raise ValueError("blockwise scaling needs both operands blockwise.")
+        kinds = self.first.granularity, self.second.granularity
+        for kind in ("blockwise", "mx"):
+            if kind in kinds and kinds != (kind, kind):
+                raise ValueError(f"{kind} scaling needs both operands {kind}.")
+
+    @property
+    def is_tiled(self) -> bool:
+        """True if tiles of the operands share a scale."""
+        return self.first.is_tiled or self.second.is_tiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,5 +261,7 @@ RECIPES: dict[str, Recipe] = {
         _uniform("fp8_rowwise", "rowwise"),
         _rowwise_bf16_drhs(),
         _uniform("fp8_blockwise", "blockwise"),
+        # Not an "fp8_": it is emulated where Dispatch knows times.
+        _uniform("mxfp8", "mx"),
     )
 }

@@ -25,7 +25,7 @@ def hands_on(first: Choice, second: Choice) -> bool:
     if not first.provider == second.provider == "pallas":
         return False
     gemm = second.recipe.fwd
-    if gemm is None or gemm.first.granularity == "blockwise":
+    if gemm is None or gemm.is_tiled:
         return False
     return gemm.first.dtype == E4M3
 

@@ -128,9 +128,9 @@ def _rate(choice: Choice, role: Role, roofline: Roofline) -> float:
 
 
 def _is_fp8(choice: Choice, role: Role) -> bool:
-    """Returns True if a product is in FP8; blockwise is multiplied in bfloat16."""
+    """Returns True if a product is in FP8; what is tiled is multiplied in bfloat16."""
     gemm = choice.recipe.gemm(role)
-    return gemm is not None and gemm.first.granularity != "blockwise"
+    return gemm is not None and not gemm.is_tiled
 
 
 def _copied_bytes(spec: SiteSpec, choice: Choice, role: Role) -> int:

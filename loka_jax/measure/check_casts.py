@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax import fp8
-from loka_jax.recipe import BLOCK, Cast, GemmRecipe, Operand
+from loka_jax.recipe import Cast, GemmRecipe, Operand
 from loka_jax.xla import high_precision_matmul
 
 # Hopper's tensor cores add 32 FP8 products at a time to sums of about 14 bits, cutting
@@ -96,10 +96,8 @@ def operand(
     """
     if cast is None:
         return Scaled(x, jnp.float32(1))
-    if cast.granularity == "blockwise":
-        tile = (BLOCK, BLOCK) if name == "rhs" else (1, BLOCK)
-        ones = jnp.ones(x.shape, cast.dtype)
-        tiles = fp8.quantize_tiles(x, cast.dtype, tile=tile)
+    if cast.is_tiled:
+        ones, tiles = jnp.ones(x.shape, cast.dtype), cast.in_tiles(x, name)
         scale_inv = dataclasses.replace(tiles, data=ones).dequantize()
         return Scaled(
             round_to(x / scale_inv, cast.dtype) * scale_inv, jnp.float32(1), x

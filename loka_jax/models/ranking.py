@@ -24,7 +24,7 @@ class ModelPart(linen.Module):
         recipe: precision of every site but the head, which is float32: a logit in
             bfloat16 would cost more NE than FP8 does. One of bf16, f32, fp8_tensorwise,
             fp8_tensorwise_delayed, fp8_tensorwise_delayed_bf16_drhs, fp8_rowwise,
-            fp8_rowwise_bf16_drhs, fp8_blockwise.
+            fp8_rowwise_bf16_drhs, fp8_blockwise, mxfp8.
         norm: norm of every layer: of the MLPs, and of the interactions that have one.
         activation: activation of every layer of the MLPs.
         bias: every dense layer, or its norm, has a bias; the head always has one.

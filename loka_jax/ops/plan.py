@@ -81,7 +81,7 @@ class KernelPlan:
     def reads_fp8(self) -> bool:
         """True if fwd can read an lhs in FP8 from another site: E4M3, not in tiles."""
         gemm = self.recipe.fwd
-        if gemm is None or gemm.first.granularity == "blockwise":
+        if gemm is None or gemm.is_tiled:
             return False
         return jnp.dtype(gemm.first.dtype) == jnp.dtype(E4M3)
 
@@ -234,6 +234,8 @@ def _why_not_triton(spec: SiteSpec, recipe: Recipe, device: Device) -> str | Non
     roles: list[Role] = [role for role in ROLES if recipe.gemm(role) is not None]
     if not roles:
         return "it multiplies in FP8 only"
+    if any(c.granularity == "mx" for x in OPERANDS for c in recipe.casts(x)):
+        return f"recipe {recipe.name!r} is multiplied by XLA only"
     reasons = (triton.why_not(*spec.gemm_sizes(role)) for role in roles)
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -258,7 +260,7 @@ def _why_not_group(plan: KernelPlan) -> str | None:
 def _describe_role(plan: KernelPlan, role: Role) -> str:
     gemm, kernel = plan.role(role).gemm, plan.role(role).kernel
     first = _first_cast(plan, role)
-    if gemm is not None and first and gemm.first.granularity != "blockwise":
+    if gemm is not None and first and not gemm.is_tiled:
         gemm = dataclasses.replace(gemm, first=first)
     text = xla.describe(gemm, plan.recipe.compute_dtype)
     if role == "fwd" and plan.is_fused:

@@ -25,7 +25,7 @@ from loka_jax import fp8, scaling, triton, xla
 from loka_jax.fp8 import Fp8Array, fp8_max
 from loka_jax.ops.mesh_axes import axes_to_merge, manual_axes, tracks_varying
 from loka_jax.ops.plan import KernelPlan
-from loka_jax.recipe import BLOCK, ROLE_OPERANDS, ROLES, Cast, Operand, Recipe, Role
+from loka_jax.recipe import ROLE_OPERANDS, ROLES, Cast, Operand, Recipe, Role
 from loka_jax.scaling import DelayedScaling, delayed_scale_inv
 from loka_jax.site import Fp8Scaling
 
@@ -359,6 +359,4 @@ def _fp8_view(
     x = x.T if transposed else x
     if cast.granularity == "rowwise":
         return fp8.quantize(x, cast.dtype, axes=(1,), pow2_scale=cast.pow2_scale)
-    # 128 x 128 for weights, 1 x 128 for activations and gradients (DeepSeek-V3).
-    tile = (BLOCK, BLOCK) if name == "rhs" else (1, BLOCK)
-    return fp8.quantize_tiles(x, cast.dtype, tile=tile, pow2_scale=cast.pow2_scale)
+    return cast.in_tiles(x, name)

@@ -41,7 +41,7 @@ def why_not(spec: SiteSpec, recipe: Recipe) -> str | None:
     if jnp.dtype(recipe.compute_dtype) != jnp.bfloat16:
         return f"recipe {recipe.name!r} computes in {jnp.dtype(recipe.compute_dtype)}"
     casts = [cast for operand in OPERANDS for cast in recipe.casts(operand)]
-    if any(cast.granularity == "blockwise" for cast in casts):
+    if any(cast.is_tiled for cast in casts):
         return f"recipe {recipe.name!r} scales in blocks"
     if recipe.fwd is not None:
         formats = {jnp.dtype(c.dtype) for c in (recipe.fwd.first, recipe.fwd.second)}

@@ -32,7 +32,6 @@ from loka_jax import fp8, xla
 from loka_jax.fp8 import Fp8Array
 from loka_jax.quality import MEASURES
 from loka_jax.recipe import (
-    BLOCK,
     OPERANDS,
     ROLE_OPERANDS,
     ROLES,
@@ -330,9 +329,8 @@ def _quantized(
 ) -> Fp8Array:
     if cast.granularity == "rowwise":
         return fp8.quantize(x, cast.dtype, axes=(1,), pow2_scale=cast.pow2_scale)
-    if cast.granularity == "blockwise":
-        tile = (BLOCK, BLOCK) if name == "rhs" else (1, BLOCK)
-        return fp8.quantize_tiles(x, cast.dtype, tile=tile, pow2_scale=cast.pow2_scale)
+    if cast.is_tiled:
+        return cast.in_tiles(x, name)
     place, is_delayed = OPERANDS.index(name), cast.scaling == "delayed"
     margin = recipe.margin if is_delayed else 0
     scale_inv = fp8.compute_scale_inv(

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from loka_jax.fp8 import SIZE_MULTIPLE, Fp8Array, fp8_max, pad_to, padded_size
-from loka_jax.recipe import GemmRecipe
+from loka_jax.recipe import MX_BLOCK, GemmRecipe
 
 # Both operands contract their last dim.
 _K_MAJOR = (((1,), (1,)), ((), ()))
@@ -47,9 +47,8 @@ def why_not(m: int, k: int, n: int) -> str | None:
 
 def is_padded(gemm: GemmRecipe, m: int, k: int, n: int) -> bool:
     """Returns True if operands of an FP8 product are padded."""
-    is_fp8 = gemm.first.granularity != "blockwise"
     sizes = (size for size in (m, k, n) if not jax.export.is_symbolic_dim(size))
-    return is_fp8 and any(size % SIZE_MULTIPLE for size in sizes)
+    return not gemm.is_tiled and any(size % SIZE_MULTIPLE for size in sizes)
 
 
 def describe(gemm: GemmRecipe | None, compute_dtype: DTypeLike) -> str:
@@ -62,7 +61,7 @@ def describe(gemm: GemmRecipe | None, compute_dtype: DTypeLike) -> str:
     casts = (gemm.first, gemm.second)
     formats = " x ".join(dict.fromkeys(_name(c.dtype) for c in casts))
     granularity = " x ".join(dict.fromkeys(c.granularity for c in casts))
-    if gemm.first.granularity == "blockwise":
+    if gemm.is_tiled:
         return f"xla bf16 on {formats} {granularity} operands"
     return f"xla fp8 {formats} {granularity}"
 
@@ -86,8 +85,11 @@ def fp8_matmul(
 
     XLA has no FP8 product of tiled operands on Hopper. They are multiplied in bfloat16
     after dequantization, which is exact with power-of-two scales: the numerics of a
-    block-scaled FP8 GEMM at the speed of a bfloat16 one.
+    block-scaled FP8 GEMM at the speed of a bfloat16 one. Operands in an MX format go to
+    `jax.nn.scaled_matmul`, which does the same but on Blackwell.
     """
+    if lhs.tile == rhs.tile == (1, MX_BLOCK):
+        return _mx_matmul(lhs, rhs, out_dtype)
     if lhs.tile is not None or rhs.tile is not None:
         operands = (lhs.dequantize(jnp.bfloat16), rhs.dequantize(jnp.bfloat16))
         return _dot(*operands, out_dtype, precision=None)
@@ -106,6 +108,19 @@ def fp8_matmul(
         default=_scaled_in_range,
     )
     return out.astype(out_dtype)
+
+
+def _mx_matmul(lhs: Fp8Array, rhs: Fp8Array, out_dtype: DTypeLike) -> Array:
+    def operand(x: Fp8Array) -> tuple[Array, Array]:
+        rows, k = x.data.shape
+        data = pad_to(x.data, (rows, k + -k % MX_BLOCK))
+        return data[None], x.scale_inv.astype(jnp.float8_e8m0fnu)[None]
+
+    (first, first_scales), (second, second_scales) = operand(lhs), operand(rhs)
+    out = jax.nn.scaled_matmul(
+        first, second, first_scales, second_scales, preferred_element_type=out_dtype
+    )
+    return out[0]
 
 
 def _scaled(out, lhs_scale_inv, rhs_scale_inv):

@@ -1,4 +1,4 @@
-"""Compiles programs for an H200 without a GPU, and reads the optimized HLO.
+"""Compiles programs for an H200, or a B200, without one, and reads the optimized HLO.
 
 Needs `jax-cuda13-plugin`, `jax-cuda13-pjrt`, `nvidia-cuda-nvcc` and `nvidia-nvvm`.
 """
@@ -15,7 +15,7 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-_TARGET = pathlib.Path(__file__).with_name("h200_target.txtpb")
+_HERE = pathlib.Path(__file__)
 # The HLO of an FP8 GEMM, and of every other product (a Triton fusion contains a `dot`).
 _FP8_GEMM = 'custom_call_target="__cublas$lt$matmul$f8"'
 _OTHER_GEMM = re.compile(r'custom_call_target="__cublas\$(?:gemm|lt\$matmul)"| dot\(')
@@ -32,9 +32,11 @@ class Kernel(NamedTuple):
     opcode: str
 
 
-def compiled(f: Callable, *args, donate_argnums: tuple[int, ...] = ()) -> str:
-    """Returns the optimized HLO of `f` for an H200; arguments give their shapes."""
-    sharding = jax.sharding.SingleDeviceSharding(_device())
+def compiled(
+    f: Callable, *args, donate_argnums: tuple[int, ...] = (), target: str = "h200"
+) -> str:
+    """Returns the optimized HLO of `f` for a GPU; arguments give their shapes."""
+    sharding = jax.sharding.SingleDeviceSharding(_device(target))
     avals = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
     )
@@ -62,8 +64,8 @@ def kernels(hlo: str) -> list[Kernel]:
 
 
 @functools.cache
-def _device():
-    target = _TARGET.read_text()
+def _device(target: str):
+    target = _HERE.with_name(f"{target}_target.txtpb").read_text()
     how = dict(platform="cuda", topology_name="1x1x1", topology="1x1x1")
     make = functools.partial(topologies.get_topology_desc, target_config=target, **how)
     try:

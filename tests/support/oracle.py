@@ -30,6 +30,15 @@ def _tiles(rows):
     return lambda x: cast_tiles_exactly(x, E4M3, (rows, 128))
 
 
+def _mx(x):
+    """Returns what the MX specification (OCP, v1.0, 6.3) makes of an operand."""
+    blocks = np.pad(x, ((0, 0), (0, -x.shape[1] % 32))).reshape(len(x), -1, 32)
+    largest = np.abs(blocks).max(axis=2, keepdims=True)
+    scale = 2.0 ** (np.floor(np.log2(largest)) - 8)
+    elements = np.clip(blocks / scale, -448, 448).astype(np.float32).astype(E4M3)
+    return (elements.astype(np.float64) * scale).reshape(len(x), -1)[:, : x.shape[1]]
+
+
 _BF16 = (_rounded(ml_dtypes.bfloat16),) * 2
 _TENSORWISE = dict.fromkeys(("fwd", "dlhs", "drhs"), (_whole(E4M3),) * 2)
 # The roundings of the two operands of fwd (lhs, rhs), dlhs (g, rhs), drhs (lhs, g).
@@ -52,6 +61,7 @@ ROUNDINGS = {
         "dlhs": (_tiles(1), _tiles(128)),
         "drhs": (_tiles(1), _tiles(1)),
     },
+    "mxfp8": dict.fromkeys(_TENSORWISE, (_mx, _mx)),
 }
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from loka_jax import fp8
+from loka_jax.recipe import Cast
 from tests import support
 
 both_formats = pytest.mark.parametrize("dtype", [fp8.E4M3, fp8.E5M2])
@@ -135,6 +136,33 @@ def test_tiles_are_each_cast_by_their_own_scale(dtype, shape, tile):
     chex.assert_shape(y.scale_inv, (-(-m // rows), -(-k // cols)))
     expected = support.cast_tiles_exactly(x, np.dtype(dtype), tile)
     chex.assert_trees_all_equal(wide, expected.astype(np.float32))
+
+
+@both_formats
+def test_blocks_are_those_of_the_mx_specification(dtype):
+    """Elements and E8M0 scales, bit for bit (OCP MX v1.0, 5.3 and 6.3)."""
+    emax = {fp8.E4M3: 8, fp8.E5M2: 15}[dtype]
+    exponents = np.arange(-117 + emax, 128)
+    draws = np.random.default_rng(0)
+    x = draws.standard_normal((len(exponents), 64)).astype(np.float32)
+    x /= np.abs(x).max(axis=1, keepdims=True)
+    x[:, 3] = np.float32(draws.uniform(1, 2, len(exponents)))  # the largest one
+    x = np.ldexp(x, exponents[:, None]).astype(np.float32)
+    x = np.concatenate([x, np.zeros((1, 64), np.float32), x[:1]])
+    x[-1, [0, 40]] = np.nan, np.inf
+    cast = Cast(dtype=dtype, granularity="mx")
+    y = jax.jit(lambda x: cast.in_tiles(x, "rhs"))(x)
+    assert y.tile == (1, 32) and y.scale_inv.shape == (len(x), 2)
+    scales = np.asarray(y.scale_inv.astype(jnp.float8_e8m0fnu)).view(np.uint8)
+    np.testing.assert_array_equal(scales[:-2, 0], exponents - emax + 127)
+    assert set(scales[-1]) == {255}
+    blocks = x[:-2, :32].astype(np.float64)
+    exact = blocks * 2.0 ** (emax - exponents[:, None])
+    limit = fp8.fp8_max(dtype)
+    assert (np.abs(exact) > limit).any()  # some saturate
+    expected = np.clip(exact, -limit, limit).astype(np.float32).astype(dtype)
+    np.testing.assert_array_equal(bits(y.data[:-2, :32]), bits(expected))
+    np.testing.assert_array_equal(np.asarray(y.data[-2], np.float32), 0)
 
 
 def test_matrices_are_padded_with_zeros_to_multiples_of_16():

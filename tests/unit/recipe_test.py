@@ -26,6 +26,8 @@ def test_recipes_are_found_by_their_own_names():
         (lambda: gemm(E5M2_CAST, Cast(dtype=jnp.dtype(E5M2))), "E5M2 x E5M2"),
         (lambda: Cast(dtype=jnp.bfloat16), "E4M3 or E5M2"),
         (lambda: gemm(Cast(granularity="blockwise"), E4M3_CAST), "operands blockwise"),
+        (lambda: gemm(E4M3_CAST, Cast(granularity="mx")), "both operands mx"),
+        (lambda: Cast(granularity="mx", pow2_scale=False), "mx scaling needs pow2"),
         (lambda: Cast(granularity="rowwise", scaling="delayed"), "one scale per tens"),
         (
             lambda: Recipe(
@@ -68,6 +70,7 @@ def test_shipped_recipes_cast_each_operand_as_their_names_say():
         "fp8_rowwise": [[row] * 2] * 3,
         "fp8_rowwise_bf16_drhs": [[row] * 2, [row, whole], None],
         "fp8_blockwise": [[("blockwise", "current")] * 2] * 3,
+        "mxfp8": [[("mx", "current")] * 2] * 3,
     }
 
 
@@ -76,6 +79,6 @@ def test_only_forward_products_accumulate_fast():
         found = get_recipe(name)
         gemms = {role: found.gemm(role) for role in recipe.ROLES}
         fast = {role for role, gemm in gemms.items() if gemm and gemm.fast_accumulation}
-        has_fast = found.fwd is not None and name != "fp8_blockwise"
+        has_fast = found.fwd is not None and name not in ("fp8_blockwise", "mxfp8")
         assert fast == ({"fwd"} if has_fast else set())
         assert (found.amax_history_length, found.margin) == (16, 1)

@@ -23,6 +23,7 @@ DELAYED = "fp8_tensorwise_delayed"
         ("bf16", products.SIZES),
         ("fp8_rowwise_bf16_drhs", products.SIZES),
         ("fp8_blockwise", (127, 271, 257)),
+        ("mxfp8", (127, 271, 257)),
         ("fp8_rowwise", (127, 271, 257)),
         (DELAYED, products.SIZES),
         (f"{DELAYED}_bf16_drhs", (127, 271, 257)),

@@ -91,6 +91,7 @@ def test_triton_multiplies_in_fp8_on_a_gpu():
 
     assert refusal("fp8_rowwise") is None
     assert "it multiplies in FP8 only" in refusal("bf16")
+    assert "'mxfp8' is multiplied by XLA only" in refusal("mxfp8")
     assert "k=40 is too far below a multiple of 16" in refusal("fp8_rowwise", k=40)
 
 

@@ -66,6 +66,15 @@ def test_blockwise_products_keep_their_rounding():
     assert {4096 * 512, 256 * 512, 4096 * 256} <= set(sizes), casts
 
 
+def test_mx_products_are_multiplied_in_fp8_on_blackwell_alone():
+    layer = nn.Dense(256, recipe="mxfp8", use_bias=False)
+    step, args = gradients_of(layer)
+    on_blackwell = hopper.compiled(step, *args, target="b200")
+    by_blocks = 'custom_call_target="__cudnn$blockScaledDot"'
+    assert on_blackwell.count(by_blocks) == 3 and counts(on_blackwell) == (0, 0)
+    assert counts(hopper.compiled(step, *args)) == (0, 3)
+
+
 def test_the_weights_gradient_reads_looked_up_rows_as_they_lie():
     layer = nn.Dense(256, recipe="fp8_rowwise", use_bias=False)
 
