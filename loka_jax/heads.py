@@ -5,7 +5,7 @@ product returns: kernels read either as it lies.
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax
 from jax import lax
@@ -32,7 +32,7 @@ class Heads:
     size: int = dataclasses.field(**_STATIC)
 
     @classmethod
-    def of(cls, rows: Float[Array, "C h d"]) -> Self:
+    def of(cls, rows: Float[Array, "C h d"]) -> "Heads":
         """Returns all heads of an array."""
         count, heads, size = rows.shape
         return cls(rows.reshape(count, heads * size), 0, heads, size)
@@ -65,7 +65,7 @@ class Qkv:
         q: Float[Array, "C h d_qk"],
         k: Float[Array, "C h d_qk"],
         v: Float[Array, "C h d_v"],
-    ) -> Self:
+    ) -> "Qkv":
         """Returns those of three arrays."""
         arrays = tuple(Heads.of(x).array for x in (q, k, v))
         return cls(arrays, q.shape[1], v.shape[2])
@@ -82,7 +82,7 @@ class Qkv:
             return None
         return self.arrays[0][:, : self.heads * self.v_dim]
 
-    def with_u(self, u: Float[Array, "C h_d_v"] | None) -> Self:
+    def with_u(self, u: Float[Array, "C h_d_v"] | None) -> "Qkv":
         """Returns the rows with another U, unless None, written over what they had."""
         if u is None:
             return self

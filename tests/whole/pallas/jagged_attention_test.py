@@ -106,7 +106,7 @@ def test_the_forward_pass_in_fp8_is_that_of_the_equation(name, size, config, int
     visible = jagged.visibility(offsets, case.num_rows, case.rule)
     run = support.interpreted(attend, interpret)
     first, *streamed = map(Heads.of, (q, k, v))
-    (out,) = run(FORWARD, (first,), streamed, visible, config=config, **HOW)
+    (out,) = run(FORWARD, (first,), tuple(streamed), visible, config=config, **HOW)
     attention.assert_exact_in_fp8(out, case, q, k, v, **HOW)
 
 
@@ -173,7 +173,7 @@ def test_keys_in_another_order_fail_the_check(small_check, monkeypatch):
     "kind, dtype",
     [(FORWARD, BF16), (BY_QUERY, BF16), (BY_KEY, BF16), (FORWARD, E4M3)],
 )
-def test_the_search_space_lowers(size, kind, dtype):
+def test_the_ends_of_the_search_space_lower(size, kind, dtype):
     rows = Heads(jax.ShapeDtypeStruct((999, 8 * size), dtype), 2 * size, 4, size)
     counts = jax.ShapeDtypeStruct((8,), jnp.int32)
     offsets = jax.ShapeDtypeStruct((9,), jnp.int32)
@@ -183,7 +183,8 @@ def test_the_search_space_lowers(size, kind, dtype):
         return attend(kind, fixed, streamed, visible, config=config, **HOW)
 
     fixed = (rows,) * (1 + kind.has_slopes)
-    for config in search_space(kind, size, dtype):
+    default, *others = search_space(kind, size, dtype)
+    for config in (default, *others[-1:]):
         traced = jax.jit(functools.partial(run, config)).trace(
             fixed, (rows, rows), offsets, counts, counts
         )
