@@ -1,5 +1,6 @@
 """The models that are timed, and how they are run: plans, inputs, scales, a pass."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
@@ -12,6 +13,7 @@ from experiments.configs import get_config
 from loka_jax import nn
 from loka_jax.data.planted import NUM_DENSE
 from loka_jax.measure.compiling import untuned_here
+from loka_jax.measure.roofline import Roofline
 from loka_jax.models import Dlrm
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT
 from loka_jax.site import Choice, Provider
@@ -31,9 +33,14 @@ _TOWER = 3072, 3072, 1536  # features that a tower reads, and those of its layer
 
 
 class Tower(linen.Module):
-    """Two wide layers alone; the logit is the mean of the last one's activations."""
+    """Layers alone; the logit is the mean of the last one's activations.
+
+    Attributes:
+        sizes: the features that it reads, and those of its layers.
+    """
 
     norm: nn.NormName
+    sizes: tuple[int, ...] = _TOWER
     recipe: str = "bf16"
     implementation: Provider | None = None
 
@@ -41,13 +48,37 @@ class Tower(linen.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns logits of rows."""
         layers = nn.Mlp(
-            _TOWER[1:],
+            self.sizes[1:],
             recipe=self.recipe,
             norm=self.norm,
             activation="swish",
             implementation=self.implementation,
         )
         return layers(x).astype(jnp.float32).mean(axis=1)
+
+    def least_us(
+        self, rows: int, roofline: Roofline, *, is_training: bool, is_fp8: bool
+    ) -> float:
+        """Returns the microseconds that its products take at the limits of a device.
+
+        Each moves its operands, in FP8 or in bfloat16, and its result once, or takes as
+        long as its FLOPs; all else is free.
+        """
+        rate = roofline.fp8_flops_per_us if is_fp8 else roofline.bf16_flops_per_us
+        total, num_bytes = 0.0, 1 if is_fp8 else 2
+        for k, n in itertools.pairwise(self.sizes):
+            x, y, weight = rows * k, rows * n, k * n
+            moved = [num_bytes * (x + weight) + num_bytes * y]
+            if (
+                is_training
+            ):  # gradients of activations in bfloat16, of weights in float32
+                moved += [
+                    num_bytes * (y + weight) + 2 * x,
+                    num_bytes * (x + y) + 4 * weight,
+                ]
+            flops_us = 2 * rows * k * n / rate
+            total += sum(max(flops_us, each / roofline.bytes_per_us) for each in moved)
+        return total
 
 
 def wide(name: str) -> tuple[linen.Module, Callable[[int], Shapes]]:
@@ -57,14 +88,16 @@ def wide(name: str) -> tuple[linen.Module, Callable[[int], Shapes]]:
         name: of a configuration `fp8_NAME`, with all Mods but for the
             MLPerf benchmark's; "NAME MOD" has one of `MODS` alone, "NAME plain" none.
             Where hard_swish is missing there is swish, which it replaces. "tower NORM"
-            is a `Tower`.
+            is a `Tower`, "tower NORM WIDTH" one of three layers of a width.
 
     Raises:
         ValueError: if there is no such configuration or Mod.
     """
     config_name, _, mod = name.partition(" ")
     if config_name == "tower":
-        return Tower(cast(nn.NormName, mod)), lambda m: ((m, _TOWER[0]),)
+        norm, _, width = mod.partition(" ")
+        sizes = (int(width),) * 4 if width else _TOWER
+        return Tower(cast(nn.NormName, norm), sizes), lambda m: ((m, sizes[0]),)
     if mod not in ("", "plain", "all", *MODS):
         raise ValueError(f"{name!r}: {mod!r} is none of plain, all, {', '.join(MODS)}.")
     config = get_config(f"fp8_{config_name}")

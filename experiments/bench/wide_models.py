@@ -29,7 +29,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -93,6 +93,7 @@ def main(arguments: Arguments) -> None:
     cases = list(itertools.product(arguments.models, arguments.batches))
     for name, batch in results.in_time(cases, result, arguments):
         run: dict[str, Any] = {"model": name, "batch": batch, "programs": {}}
+        run["least_us"] = least_us(name, batch, arguments.kinds)
         result["runs"].append(run)
         programs = make_programs(name, batch, arguments)
         for key, record in compiled_and_timed(programs, arguments.calls):
@@ -102,6 +103,27 @@ def main(arguments: Arguments) -> None:
             results.write(arguments.out, result)
         del programs
         gc.collect()  # the next model needs the memory
+
+
+def least_us(name: str, batch: int, kinds: Sequence[str]) -> dict[str, float]:
+    """Returns what the products of a tower take at the limits of this device, if known.
+
+    In microseconds, by kind and precision.
+    """
+    model, _ = models.wide(name)
+    performance = local_performance().performance
+    roofline = performance and performance.roofline
+    if not isinstance(model, models.Tower) or roofline is None:
+        return {}
+    return {
+        f"{kind} {precision}": model.least_us(
+            batch,
+            roofline,
+            is_training=kind == "training",
+            is_fp8=precision == "fp8",
+        )
+        for kind, precision in itertools.product(kinds, ("bf16", "fp8"))
+    }
 
 
 def make_programs(
