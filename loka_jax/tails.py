@@ -285,11 +285,9 @@ class Tails(Protocol):
 
     def joined_cast(
         self,
-        first: Float[Array, "m a"],
-        second: Float[Array, "m b"],
-        *,
+        *parts: Float[Array, "m _"],
         want: Forms,
         scale_inv: Scale | None = None,
     ) -> Written:
-        """Returns `[first; second; zeros]`."""
+        """Returns the columns of all parts, then zeros."""
         ...

@@ -98,9 +98,9 @@ class HstuLayer(linen.Module):
         u, attended = self._attend(Qkv((uvqk,), heads, v), offsets, rule)
         u, attended = jax.nn.silu(u), attended.reshape(count, heads * v)
         gated = normalize(attended, "layer", train=train, name="attention_norm") * u
-        joined = jnp.concatenate([u, attended, gated], axis=1)
-        dropped = linen.Dropout(self.dropout_rate, deterministic=not train)(joined)
-        return self._dense(width, "out", use_bias=False)(dropped, x)
+        drop = linen.Dropout(self.dropout_rate, deterministic=not train)
+        read = drop(u), drop(attended), drop(gated)
+        return self._dense(width, "out", use_bias=False)(read, x)
 
     def _attend(self, rows: Qkv, offsets: Array, rule: Rule) -> tuple[Any, Array]:
         """Returns U, and the attention [C, h, d_v]."""

@@ -94,7 +94,9 @@ def _reading(plan: KernelPlan) -> Recipe:
 def families(group: Group) -> tuple[str, ...]:
     """Returns the families of kernels that run the tails of a group."""
     has_cross = any(isinstance(layer, Cross) for layer in group.layers)
-    return ("norm_tail", "cross_tail", "joined_cast") if has_cross else ("norm_tail",)
+    is_joined = any(len(parts) > 1 for parts in group.inputs)
+    others = ("cross_tail",) * has_cross, ("joined_cast",) * is_joined
+    return ("norm_tail", *itertools.chain(*others))
 
 
 def run_group(

@@ -233,6 +233,8 @@ class DenseStep(NamedTuple):
         if self.layer.residual is not None and sums_first:
             want = dataclasses.replace(want, bf16=True)
         scale_inv = None if self.site is None else self.site.scale_inv("g", want)
+        if residuals is None and vectors.bias is not None and want.fp8 is not None:
+            residuals = TailResiduals()  # the pass that casts has the sums for the bias
         if residuals is not None:
             return self.tails.norm_tail_backward(
                 *(d, residuals, vectors, self.dropout),

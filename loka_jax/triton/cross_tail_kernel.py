@@ -85,12 +85,12 @@ def cross_gradient_kernel(given, out, of):
 @triton.jit
 @no_type_check
 def joined_cast_kernel(given, out, of):
-    """Writes `[first; second; zeros]`."""
+    """Writes the columns of all parts, then zeros."""
     row, column = first_of_tile(of)
     tile = tl.zeros((of.block_m, of.block_n), tl.float32)
-    start: tl.constexpr = given.first.shape[1]
-    if column < start:  # most tiles have columns of one part alone
-        tile += read_part(given.first, row, column, 0, of)
-    if column + of.block_n > start:
-        tile += read_part(given.second, row, column, start, of)
+    for i in tl.static_range(len(given.parts)):
+        # Most tiles have columns of one part alone.
+        is_after = column >= of.starts[i] + given.parts[i].shape[1]
+        if (column + of.block_n > of.starts[i]) & (not is_after):
+            tile += read_part(given.parts[i], row, column, of.starts[i], of)
     write(tile, out, given.scale_inv, row, column, of)

@@ -255,28 +255,27 @@ def cross_gradient(
 
 
 def joined_cast(
-    first: Float[Array, "m a"],
-    second: Float[Array, "m b"],
-    *,
+    *parts: Float[Array, "m _"],
     want: Forms,
     scale_inv: Scale | None = None,
     tile: Tile | None = None,
 ) -> Written:
-    """Returns `[first; second; zeros]` in the requested forms, as `xla.joined_cast`.
+    """Returns the columns of all parts, then zeros, in the requested forms.
 
-    The features of a cross network are a vector of the embeddings and the dense
-    features. Its products and its tails read them as they are written here, so that
-    nothing has to be concatenated. Raises what `norm_tail` does.
+    As `xla.joined_cast`. The features of a cross network are a vector of the embeddings
+    and the dense features. Its products and its tails read them as they are written
+    here, so that nothing has to be concatenated. Raises what `norm_tail` does.
     """
-    m, n = first.shape[0], first.shape[1] + second.shape[1]
-    want = dataclasses.replace(want, shape=want.shape or (m, n))
-    run = _Run.of("joined_cast", first, want, first, second)
+    *starts, n = itertools.accumulate((x.shape[1] for x in parts), initial=0)
+    want = dataclasses.replace(want, shape=want.shape or (len(parts[0]), n))
+    run = _Run.of("joined_cast", parts[0], want, *parts)
     tile = tile or (CROSS_NARROW if run.n % CROSS.block_n else CROSS)
     from loka_jax.triton import cross_tail_kernel
 
-    given = dict(first=first, second=second, scale_inv=scale_inv)
-    kernel = cross_tail_kernel.joined_cast_kernel
-    return _written(run(kernel, tile, given, run.types(tile)), scale_inv)
+    given = dict(parts=parts, scale_inv=scale_inv)
+    kernel, out = cross_tail_kernel.joined_cast_kernel, run.types(tile)
+    y = run(kernel, tile, given, out, starts=tuple(starts))
+    return _written(y, scale_inv)
 
 
 class _Run(NamedTuple):

@@ -116,15 +116,10 @@ def cross_gradient(
 
 
 def joined_cast(
-    first: Float[Array, "m a"],
-    second: Float[Array, "m b"],
-    *,
-    want: Forms,
-    scale_inv: Scale | None = None,
+    *parts: Float[Array, "m _"], want: Forms, scale_inv: Scale | None = None
 ) -> Written:
-    """Returns `[first; second; zeros]` in the requested forms."""
-    parts = (x.astype(jnp.float32) for x in (first, second))
-    x = jnp.concatenate([*parts], axis=1)
+    """Returns the columns of all parts, then zeros, in the requested forms."""
+    x = jnp.concatenate([x.astype(jnp.float32) for x in parts], axis=1)
     return write(fp8.pad_to(x, want.shape_of(x)), want, scale_inv)
 
 

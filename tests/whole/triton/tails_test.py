@@ -116,7 +116,9 @@ def test_cross_tails_are_those_of_xla(role, shape, count, is_fp8):
 
 
 @anywhere_
-@pytest.mark.parametrize("m, widths", [(48, (64, 112)), (47, (13, 70))])
+@pytest.mark.parametrize(
+    "m, widths", [(48, (64, 112)), (47, (13, 70)), (47, (13, 70, 16, 5))]
+)
 def test_joined_casts_are_those_of_xla(m, widths):
     parts = [support.normal(m, n, seed=i) for i, n in enumerate(widths)]
     want = dataclasses.replace(ALL, shape=(m, sum(widths) + 3), padded=True)
