@@ -231,6 +231,13 @@ SPEED = {
             "kernel, us = us; TFLOP/s = tflops; with rows in FP8's order, us = all_us",
         ),
     ),
+    "attention_choice": Table(
+        file="attention_choice_h200",
+        first="forward, casts and layouts included, heads of",
+        rows="64; 128; 256",
+        columns=numbers("heads.{0}.$", "bf16, us = bf16_us; FP8, us = fp8_us")
+        | {"gain": times("heads.{0}.bf16_us", "heads.{0}.fp8_us")},
+    ),
     "hstu": Table(
         file="hstu_h200",
         first="HSTU M, training, 8 sequences of 4,096 rows",
