@@ -45,6 +45,11 @@ class Rule(NamedTuple):
 CAUSAL = Rule()
 
 
+def full(offsets: Int32[Array, " B_plus_1"]) -> Rule:
+    """Returns the rule by which each row sees all of its sequence."""
+    return Rule(num_contextual=jnp.diff(offsets))
+
+
 class Spans(NamedTuple):
     """For each row a span of rows, and a second one before it, each half open.
 
@@ -127,15 +132,28 @@ def newest(
     """Returns the newest `counts` rows of each sequence, and their own offsets.
 
     Args:
+        most: as of `taken`.
+    """
+    lengths = jnp.minimum(jnp.diff(offsets), counts)
+    rows, kept = taken(offsets[1:] - lengths, lengths, most)
+    return jnp.minimum(rows, jnp.maximum(offsets[-1] - 1, 0)), kept
+
+
+def taken(
+    starts: Int32[Array, " B"], lengths: Int32[Array, " B"], most: int
+) -> tuple[Int32[Array, " n"], Int32[Array, " B_plus_1"]]:
+    """Returns the rows of a span of each sequence, and their own offsets.
+
+    Args:
+        starts: the first row of each span.
+        lengths: the rows of each.
         most: the number of rows that are returned; those beyond the last sequence are
             any rows.
     """
     none = jnp.zeros(1, jnp.int32)
-    lengths = jnp.minimum(jnp.diff(offsets), counts)
     kept = jnp.concatenate([none, jnp.cumsum(lengths, dtype=jnp.int32)])
     places = jnp.arange(most, dtype=jnp.int32)
-    left_out = (offsets - kept)[1:][sequence_of(kept, places)]
-    return jnp.minimum(places + left_out, jnp.maximum(offsets[-1] - 1, 0)), kept
+    return places + (starts - kept[:-1])[sequence_of(kept, places)], kept
 
 
 def visibility(
@@ -203,10 +221,14 @@ def _spans(p: _Places, *pairs: tuple[Array, Array]) -> Spans:
     """Returns the spans, empty ones where there is no row."""
     limits: list[Array] = []
     for first, last in pairs:
-        is_empty = ~p.is_row | (first >= last)
-        limits.append(jnp.where(is_empty, len(p.row), first))
-        limits.append(jnp.where(is_empty, 0, last))
+        limits += _span(first, jnp.where(p.is_row, last, 0), len(p.row))
     return Spans(*limits)
+
+
+def _span(first: Array, last: Array, nowhere: int) -> tuple[Array, Array]:
+    """Returns the limits of spans, those of empty ones such that none has a row."""
+    is_empty = first >= last
+    return jnp.where(is_empty, nowhere, first), jnp.where(is_empty, 0, last)
 
 
 def blocks(visible: Visibility, *, by_key: bool, fixed: int, streamed: int) -> Blocks:
@@ -237,19 +259,111 @@ def blocks(visible: Visibility, *, by_key: bool, fixed: int, streamed: int) -> B
     )
 
 
-def padded(visible: Visibility, num_rows: int) -> Visibility:
-    """Returns the visibility of more rows, of which the new ones see none."""
-    count = num_rows - len(visible.sees.first)
-    if count == 0:
-        return visible
-    nowhere = num_rows, 0, num_rows, 0
+def padded(
+    visible: Visibility, num_queries: int, num_keys: int | None = None
+) -> Visibility:
+    """Returns the visibility of more rows, of which the new ones see none.
 
-    def pad(x: Array | None, value: int) -> Any:
-        return None if x is None else jnp.pad(x, (0, count), constant_values=value)
+    Args:
+        num_keys: as many as queries if None.
+    """
+    num_keys = num_queries if num_keys is None else num_keys
+    most = max(num_queries, num_keys)
 
-    spans = [Spans(*map(pad, x, nowhere)) for x in (visible.sees, visible.seen_by)]
-    itself = pad(visible.itself, -1)
-    return Visibility(spans[0], itself, spans[1])
+    def pad(x: Array | None, num_rows: int, value: int) -> Any:
+        if x is None or len(x) == num_rows:
+            return x
+        return jnp.pad(x, (0, num_rows - len(x)), constant_values=value)
+
+    sees, seen_by = (
+        Spans(*(pad(x, count, y) for x, y in zip(own, (most, 0) * 2, strict=True)))
+        for own, count in ((visible.sees, num_queries), (visible.seen_by, num_keys))
+    )
+    return Visibility(sees, pad(visible.itself, num_queries, -1), seen_by)
+
+
+def span_visibility(
+    first: Int32[Array, " Q"], last: Int32[Array, " Q"], num_keys: int
+) -> Visibility:
+    """Returns which keys see which queries, each of which sees a span of keys.
+
+    Args:
+        first: where the spans begin, in rising order.
+        last: before which they end, likewise; a span that ends where it begins, or
+            before, is empty.
+    """
+    keys = jnp.arange(num_keys, dtype=jnp.int32)
+    begin, end = (
+        jnp.searchsorted(x, keys, side="right", method="scan_unrolled")
+        for x in (last, first)
+    )
+    return Visibility(
+        Spans(*_span(first, last, num_keys)),
+        None,
+        Spans(*_span(begin, end, len(first))),
+    )
+
+
+def kept_visibility(
+    offsets: Int32[Array, " B_plus_1"],
+    rows: Int32[Array, " Q"],
+    kept: Int32[Array, " B_plus_1"],
+    num_keys: int,
+) -> Visibility:
+    """Returns the visibility by which rows of sequences see all up to themselves.
+
+    Args:
+        rows: that are queries, see `taken`.
+        kept: their own offsets.
+    """
+    places = jnp.arange(len(rows), dtype=jnp.int32)
+    is_row = places < kept[-1]
+    first = jnp.where(is_row, offsets[sequence_of(kept, places)], num_keys)
+    return span_visibility(first, jnp.where(is_row, rows + 1, num_keys), num_keys)
+
+
+def with_tokens(
+    rows: Visibility, tokens_of_rows: Visibility, tokens: Visibility
+) -> Visibility:
+    """Returns the visibility of rows with tokens after the last of them.
+
+    Tokens see rows and tokens, and rows see no tokens. Each of the visibilities has one
+    span of a query.
+
+    Args:
+        rows: what rows see of rows.
+        tokens_of_rows: what tokens see of rows.
+        tokens: what tokens see of tokens.
+    """
+    num_queries, num_keys = len(rows.sees.first), len(rows.seen_by.first)
+    new_queries, new_keys = len(tokens.sees.first), len(tokens.seen_by.first)
+    queries, keys = num_queries + new_queries, num_keys + new_keys
+
+    def join(spans: tuple[Spans, Spans], nowhere: int) -> tuple[Array, Array]:
+        parts = [_span(x.first, x.last, nowhere) for x in spans]
+        return jnp.concatenate([x for x, _ in parts]), jnp.concatenate(
+            [x for _, x in parts]
+        )
+
+    def none(count: int) -> Spans:
+        return Spans(*[jnp.zeros(count, jnp.int32)] * 2)
+
+    def after(spans: Spans, count: int) -> Spans:
+        return Spans(spans.first + count, jnp.where(spans.last, spans.last + count, 0))
+
+    of_tokens = after(tokens.sees, num_keys), after(tokens.seen_by, num_queries)
+    by_tokens = after(tokens_of_rows.seen_by, num_queries)
+    return Visibility(
+        Spans(
+            *join((none(num_queries), of_tokens[0]), keys),
+            *join((rows.sees, tokens_of_rows.sees), keys),
+        ),
+        None,
+        Spans(
+            *join((by_tokens, of_tokens[1]), queries),
+            *join((rows.seen_by, none(new_keys)), queries),
+        ),
+    )
 
 
 def _blocked(x: Array, size: int) -> Array:

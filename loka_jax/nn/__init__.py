@@ -28,6 +28,7 @@ from loka_jax.nn.overwriting import overwriting
 from loka_jax.nn.planned import Model, Planned
 from loka_jax.nn.scale_state import check_scales
 from loka_jax.nn.sites import Site, list_sites, sites_of
+from loka_jax.nn.softmax import jagged_softmax_attention
 from loka_jax.ops.interaction import dot_features, join_features
 from loka_jax.ops.products import Activations
 from loka_jax.ops.residual import Residual
@@ -73,6 +74,7 @@ __all__ = [
     "convert",
     "dot_features",
     "jagged_attention",
+    "jagged_softmax_attention",
     "join_features",
     "list_sites",
     "merge_stats",

@@ -1,0 +1,62 @@
+"""Softmax attention over jagged rows in Flax modules."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from loka_jax import jagged
+from loka_jax.jagged import Rule, Visibility
+from loka_jax.nn.batched import BatchedSite
+from loka_jax.ops import softmax_attention as ops
+from loka_jax.recipe import Recipe
+from loka_jax.site import SiteSpec
+
+
+def jagged_softmax_attention(
+    q: Float[Array, "C h d_qk"],
+    k: Float[Array, "C h d_qk"],
+    v: Float[Array, "C h d_v"],
+    offsets: Int32[Array, " B_plus_1"],
+    *,
+    rule: Rule = jagged.CAUSAL,
+    scale: float,
+) -> Float[Array, "C h d_v"]:
+    """Returns the softmax attention of each sequence, by XLA; differentiable.
+
+    Args:
+        offsets: sequence b has rows `offsets[b]` to `offsets[b + 1]`.
+        rule: who sees whom in a sequence; each row all before it by default,
+            `jagged.full(offsets)` for all.
+        scale: factor of the scores, usually `d_qk ** -0.5`.
+
+    Raises:
+        ValueError: as of `ops.softmax_attention`.
+    """
+    visible = jagged.visibility(jnp.asarray(offsets), len(q), rule)
+    return ops.softmax_attention(q, k, v, visible, scale=scale)
+
+
+def attend(
+    q: Float[Array, "Q h d_qk"],
+    k: Float[Array, "C h d_qk"],
+    v: Float[Array, "C h d_v"],
+    visible: Visibility,
+    *,
+    longest: int,
+    recipe: str | Recipe,
+) -> Float[Array, "Q h d_v"]:
+    """Returns softmax attention, its products as sites `scores` and `values`.
+
+    To be called inside a compact Flax module. The products run in the compute dtype.
+
+    Args:
+        visible: which of the keys each query sees.
+        longest: the most keys that a query sees, for the sizes of the sites.
+    """
+    (count, heads, size), value_size = q.shape, v.shape[2]
+    for name, m_k_n in (
+        ("scores", (count, size, longest)),
+        ("values", (count, longest, value_size)),
+    ):
+        site = BatchedSite(recipe, name=name)
+        site.announce(heads, SiteSpec(*m_k_n), together=ops.BY_XLA)
+    return ops.softmax_attention(q, k, v, visible, scale=size**-0.5)
