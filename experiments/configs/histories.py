@@ -5,9 +5,14 @@ import dataclasses
 from experiments.configs.generated import FP8
 from experiments.configs.registry import register
 from loka_jax.data import DataConfig
-from loka_jax.models import Hstu
+from loka_jax.models import Hstu, OneTrans
 from loka_jax.optim import OptimConfig
-from loka_jax.train.config import EmbeddingConfig, HstuConfig, LoopConfig
+from loka_jax.train.config import (
+    EmbeddingConfig,
+    HstuConfig,
+    LoopConfig,
+    OneTransConfig,
+)
 
 
 @register
@@ -82,6 +87,31 @@ def fp8_hstu_m() -> HstuConfig:
 def fp8_hstu_l() -> HstuConfig:
     """HSTU L in FP8: 8 layers of 1,024, sequences of 4,096."""
     return _sized("fp8_hstu_l", layers=8, dim=1024, heads=4, history=4094)
+
+
+@register
+def fp8_onetrans() -> OneTransConfig:
+    """A small OneTrans in FP8 on a generated event log: minutes on two CPU cores."""
+    small = fp8_hstu()
+    return OneTransConfig(
+        name="fp8_onetrans",
+        model=OneTrans(
+            dim=64,
+            num_layers=2,
+            num_heads=2,
+            num_tokens=2,
+            ffn_factor=2,
+            item_mlp=(64,),
+            head_mlp=(64,),
+            max_length=136,
+            age_buckets=256,
+            recipe=FP8,
+        ),
+        data=small.data,
+        embedding=small.embedding,
+        optim=small.optim,
+        loop=small.loop,
+    )
 
 
 def _assistments(name: str, categorical: tuple[str, ...], history: int) -> HstuConfig:

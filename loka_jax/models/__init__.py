@@ -5,6 +5,7 @@ from loka_jax.models.dhen import Dhen, DhenDlrm
 from loka_jax.models.dlrm import Dlrm
 from loka_jax.models.hstu import Hstu
 from loka_jax.models.mmoe import Mmoe
+from loka_jax.models.onetrans import OneTrans
 from loka_jax.models.own import OwnModel, own_model
 from loka_jax.models.ranking import RankingModel
 from loka_jax.models.wukong import Wukong
@@ -16,6 +17,7 @@ __all__ = [
     "Dlrm",
     "Hstu",
     "Mmoe",
+    "OneTrans",
     "OwnModel",
     "RankingModel",
     "Wukong",

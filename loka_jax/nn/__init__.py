@@ -11,6 +11,7 @@ from loka_jax.nn.convert import Converted, convert
 from loka_jax.nn.dense import Dense, Fp8DotGeneral
 from loka_jax.nn.embeddings import Compress, Fm, FmLcb, JoinedNorm
 from loka_jax.nn.group import runs_tails
+from loka_jax.nn.histories import Histories, histories_of, tokens_visibility
 from loka_jax.nn.hstu import HstuLayer, newest_rows
 from loka_jax.nn.interaction import CrossDeep, CrossNet, Head
 from loka_jax.nn.jagged_attention import jagged_attention
@@ -28,7 +29,7 @@ from loka_jax.nn.overwriting import overwriting
 from loka_jax.nn.planned import Model, Planned
 from loka_jax.nn.scale_state import check_scales
 from loka_jax.nn.sites import Site, list_sites, sites_of
-from loka_jax.nn.softmax import jagged_softmax_attention
+from loka_jax.nn.softmax import attend, jagged_softmax_attention
 from loka_jax.ops.interaction import dot_features, join_features
 from loka_jax.ops.products import Activations
 from loka_jax.ops.residual import Residual
@@ -54,6 +55,7 @@ __all__ = [
     "Fp8DotGeneral",
     "Fp8State",
     "Head",
+    "Histories",
     "HstuLayer",
     "JoinedNorm",
     "Mlp",
@@ -69,10 +71,12 @@ __all__ = [
     "Site",
     "SiteContext",
     "activation",
+    "attend",
     "by_path",
     "check_scales",
     "convert",
     "dot_features",
+    "histories_of",
     "jagged_attention",
     "jagged_softmax_attention",
     "join_features",
@@ -87,6 +91,7 @@ __all__ = [
     "site_context",
     "sites_of",
     "take_scaling",
+    "tokens_visibility",
 ]
 
 

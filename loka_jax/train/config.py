@@ -25,6 +25,7 @@ from loka_jax.models import (
     Dlrm,
     Hstu,
     Mmoe,
+    OneTrans,
     OwnModel,
     RankingModel,
     Wukong,
@@ -203,6 +204,13 @@ class HstuConfig(Config):
     """A run of an HSTU on an event log."""
 
     model: Annotated[Hstu, tyro.conf.OmitArgPrefixes] = Hstu()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneTransConfig(Config):
+    """A run of a OneTrans on an event log."""
+
+    model: Annotated[OneTrans, tyro.conf.OmitArgPrefixes] = OneTrans()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from loka_jax import checked
-from loka_jax.data import Events
 from loka_jax.dispatch.attention import IN_BF16, IN_FP8
 from loka_jax.heads import Qkv
 from loka_jax.models import Hstu
@@ -29,12 +28,23 @@ from loka_jax.probe.live_errors import LiveErrors
 from loka_jax.probe.site import ErrorsAlone
 from loka_jax.quality import MEASURES
 from loka_jax.site import BF16, Choice
-from tests import support
+from tests.support import normal
+from tests.support.histories import (
+    REAL,
+    TASKS,
+    B,
+    C,
+    P,
+    apply,
+    assert_candidates_are_alone,
+    assert_later_rows_change_nothing,
+    dense,
+    features_of,
+    initialized,
+    inputs,
+)
 from tests.support.nn import listed, record_calls
 
-B, P, K, D, TASKS = 3, 1, 2, 8, 2
-LENGTHS = (6, 0, 4)
-C = 12
 MODEL = Hstu(
     dim=16,
     num_layers=2,
@@ -51,39 +61,9 @@ MODEL = Hstu(
 )
 
 
-def events(candidates=1, lengths=LENGTHS):
-    """Sequences whose last rows are candidates, each a target."""
-    offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
-    draws = np.random.default_rng(0)
-    targets = [
-        stop - candidates + i if stop > start else 0
-        for start, stop in zip(offsets[:-1], offsets[1:], strict=True)
-        for i in range(candidates)
-    ]
-    return Events(
-        ids=draws.integers(0, 9, (C, K), dtype=np.int32),
-        answers=draws.integers(0, 3, (C, TASKS), dtype=np.int32),
-        positions=draws.integers(0, 8, C, dtype=np.int32),
-        ages=draws.uniform(0, 99, C).astype(np.float32),
-        offsets=offsets,
-        targets=np.array(targets, np.int32),
-        contextual=np.full(B, P, np.int32),
-        candidates=np.where(np.array(lengths) > 0, candidates, 0).astype(np.int32),
-    )
-
-
-def inputs(**options):
-    rows = support.normal(B, P, D), support.normal(C, K, D, seed=1)
-    return jnp.zeros((B, 0)), rows, events(**options)
-
-
 def norm(x, params):
     x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
     return x * params["scale"] + params["bias"]
-
-
-def dense(x, params):
-    return x @ params["kernel"] + params.get("bias", 0.0)
 
 
 def silu(x):
@@ -115,10 +95,7 @@ def equations(model, params, rows, given):
     mlp = params["item_mlp"]
     flat = np.asarray(fields).reshape(C, -1)
     items = dense(np.maximum(dense(flat, mlp["dense_0"]), 0), mlp["dense_1"])
-    ages = np.minimum(np.sqrt(given.ages / MODEL.age_unit).astype(int), 4)
-    x = items + params["position"][given.positions] + params["age"][ages]
-    for task in range(TASKS):
-        x = x + params[f"answer_{task}"][given.answers[:, task]]
+    x = items + features_of(MODEL, params, given)
     out = []
     for sequence, start in enumerate(given.offsets[:-1]):
         part = np.array(x[start : given.offsets[sequence + 1]])
@@ -135,46 +112,18 @@ def equations(model, params, rows, given):
     return np.stack(out)
 
 
-def initialized(model, *args):
-    """Returns parameters that are drawn here: nothing is computed by JAX."""
-    params = jax.eval_shape(model.init, jax.random.key(0), *args)["params"]
-    leaves, tree = jax.tree.flatten(params)
-    draws = np.random.default_rng(3)
-    leaves = [0.4 * draws.normal(size=x.shape).astype(np.float32) for x in leaves]
-    return jax.tree.unflatten(tree, leaves)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def apply(model, params, *args):
-    return model.apply({"params": params}, *args)
-
-
 @pytest.mark.parametrize("changes", [{}, {"window": 2, "oldest": 1}])
 def test_the_model_follows_its_equations(changes):
     args, model = inputs(), MODEL.clone(**changes)
     params = initialized(model, *args)
     logits = apply(model, params, *args)
     expected = equations(model, jax.tree.map(np.float64, params), *args[1:])
-    real = np.array(LENGTHS) > 0
     assert logits.shape == (B, TASKS)
-    np.testing.assert_allclose(logits[real], expected, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(logits[REAL], expected, rtol=2e-4, atol=2e-4)
 
 
 def test_candidates_of_one_history_are_scored_as_if_each_were_alone():
-    rows, several = inputs(candidates=3, lengths=(6, 0, 0))[1:]
-    params = initialized(MODEL, jnp.zeros((B, 0)), rows, several)
-    together = apply(MODEL, params, jnp.zeros((B, 0)), rows, several)
-    for number in range(3):
-        places = np.array([0, 1, 2, 3 + number, *range(6, 12), 0, 0])
-        one = several._replace(
-            **{x: getattr(several, x)[places] for x in ("ids", "answers", "positions")},
-            ages=several.ages[places],
-            offsets=np.array([0, 4, 4, 4], np.int32),
-            targets=np.array([3, 0, 0], np.int32),
-            candidates=np.array([1, 0, 0], np.int32),
-        )
-        alone = apply(MODEL, params, jnp.zeros((B, 0)), (rows[0], rows[1][places]), one)
-        np.testing.assert_allclose(together[number], alone[0], rtol=1e-5, atol=1e-5)
+    assert_candidates_are_alone(MODEL)
 
 
 def test_truncation_of_layers_that_see_no_more_changes_nothing():
@@ -186,12 +135,11 @@ def test_truncation_of_layers_that_see_no_more_changes_nothing():
     params = initialized(model, *args)
     full = apply(model, params, *args)
     cut = model.clone(truncate_after=0, truncate_to=3)
-    real = np.array(LENGTHS) > 0
     np.testing.assert_allclose(
-        apply(cut, params, *args)[real], full[real], rtol=1e-5, atol=1e-5
+        apply(cut, params, *args)[REAL], full[REAL], rtol=1e-5, atol=1e-5
     )
     assert not np.allclose(
-        apply(model.clone(window=None), params, *args)[real], full[real]
+        apply(model.clone(window=None), params, *args)[REAL], full[REAL]
     )
 
 
@@ -203,18 +151,7 @@ def test_sequences_of_targets_are_not_truncated():
 
 
 def test_among_targets_a_later_row_changes_no_earlier_logit():
-    given = events()._replace(
-        contextual=None, candidates=None, targets=np.arange(6, dtype=np.int32)
-    )
-    rows = support.normal(B, P, D), support.normal(C, K, D, seed=1)
-    params = initialized(MODEL, jnp.zeros((B, 0)), rows, given)
-
-    def logits(fields):
-        args = jnp.zeros((B, 0)), (rows[0], fields), given
-        return np.asarray(apply(MODEL, params, *args))
-
-    changed = logits(rows[1].at[4].add(1.0)) != logits(rows[1])
-    assert not changed[:4].any() and changed[4:].all()
+    assert_later_rows_change_nothing(MODEL)
 
 
 def test_every_product_is_a_site():
@@ -282,7 +219,7 @@ def test_an_attention_in_fp8_says_what_runs_it_and_why_not(monkeypatch):
     "observer", [ErrorsAlone(), ProbeConfig(recipes=("fp8_rowwise",))]
 )
 def test_probe_measures_the_error_of_its_forward_pass(observer):
-    rows = support.normal(C, 2 * 4 * 16, dtype=jnp.bfloat16)  # U, V, Q and K
+    rows = normal(C, 2 * 4 * 16, dtype=jnp.bfloat16)  # U, V, Q and K
     offsets = jnp.array((0, 5, 5, 9), jnp.int32)  # the last rows are padding
     site = JaggedAttention(max_length=8)
 

@@ -1,0 +1,97 @@
+"""What models of event logs share: rows of events, positions, ages and answers.
+
+    i_c   = item_mlp([e_1; ...; e_K])                      [C, D]   of a row's fields
+    f_c   = answer[a_c] + position[p_c] + age[t_c]         [C, D]
+
+An event is a row with its answers, or two rows, without and with them, as the data lay
+it out; a candidate has none. Positions are counted from the end of a sequence, ages are
+in buckets of the square root of the time before the candidate.
+
+C is the number of rows of all sequences of a batch, K that of fields of an event.
+"""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen
+from jaxtyping import Array, Float
+
+from loka_jax import nn
+from loka_jax.models.ranking import RankingModel
+
+_STD = 0.02  # of vectors that are added to those of events, at the start
+
+
+def _waves(key: Array, shape: tuple[int, int], dtype: Any) -> Float[Array, "P D"]:
+    """Returns sines and cosines of positions, to begin with.
+
+    A row finds those at some distance by one linear map, wherever it stands; of random
+    vectors it would have to learn each pair (Vaswani et al., arXiv 1706.03762, 3.5).
+    """
+    del key
+    position, feature = np.indices(shape)
+    angles = position * 1e-4 ** (feature // 2 * 2 / shape[1]) + feature % 2 * np.pi / 2
+    return jnp.asarray(_STD * np.sqrt(2.0) * np.sin(angles), dtype)
+
+
+class EventModel(RankingModel):
+    """Base of the models of event logs.
+
+    Attributes:
+        dim: D.
+        num_layers: number of layers.
+        num_heads: heads of a layer's attention.
+        item_mlp: widths of the MLP of an event's fields before its last layer.
+        head_mlp: widths of the MLP before the head.
+        max_length: the most rows of a sequence.
+        age_buckets: number of buckets of ages.
+        age_unit: seconds in the first bucket.
+        num_tasks: labels of a candidate.
+    """
+
+    takes_events: ClassVar[bool] = True
+
+    dim: int = 512
+    num_layers: int = 3
+    num_heads: int = 4
+    item_mlp: tuple[int, ...] = (512,)
+    head_mlp: tuple[int, ...] = (512,)
+    max_length: int = 4096
+    age_buckets: int = 2048
+    age_unit: float = 60.0
+    num_tasks: int = 1
+
+    @linen.nowrap
+    def _items(self, fields: Float[Array, "C K d"], train: bool) -> Float[Array, "C D"]:
+        mlp = self._mlp("item_mlp", (*self.item_mlp, self.dim), ends_linear=True)
+        return mlp(jax.lax.collapse(fields.astype(self.compute_dtype), 1), train=train)
+
+    @linen.nowrap
+    def _features_of(self, events: Any) -> Float[Array, "C D"]:
+        """Returns the sum of the vectors of answers, positions and ages."""
+        ages = jnp.sqrt(jnp.maximum(events.ages, 0) / self.age_unit).astype(jnp.int32)
+        lookups = [
+            ("position", self.max_length, events.positions),
+            ("age", self.age_buckets, ages),
+        ]
+        lookups += [
+            (f"answer_{task}", 3, answer)
+            for task, answer in enumerate(events.answers.T)
+        ]
+        total = 0.0
+        for name, count, index in lookups:
+            initial = _waves if name == "position" else linen.initializers.normal(_STD)
+            table = self.param(name, initial, (count, self.dim), jnp.float32)
+            total = total + table[jnp.minimum(index, count - 1)]
+        return jnp.asarray(total).astype(self.compute_dtype)
+
+    @linen.nowrap
+    def _logits(
+        self, x: Float[Array, "N _"], train: bool
+    ) -> Float[Array, "N"] | Float[Array, "N T"]:
+        mlp = self._mlp("head_mlp", self.head_mlp, dropout_rate=self.dropout_rate)
+        hidden = mlp(x, train=train)
+        logits = nn.Dense(self.num_tasks, recipe="f32", name="head")(hidden)
+        return logits if self.num_tasks > 1 else logits[:, 0]

@@ -1,0 +1,194 @@
+"""OneTrans (Zhang et al., arXiv 2510.26104): one transformer of histories and features.
+
+    S   = item_mlp([e_1; ...; e_K]) + features_c           [C, D]   rows of histories
+    T   = split(tokens([e_1; ...; e_{P + K}])) + features_n  [N, L, D]
+    X   = [S; T]                                           L tokens after each history
+    Z   = MixedMHA(norm(X)) + X                            causal
+    X'  = MixedFFN(norm(Z)) + Z
+    logit = head(head_mlp(flat norm(T)))
+
+A mixed product has one weight for all rows of histories, and one of its own for each of
+the L tokens, which are made of all fields that are known when an event is predicted.
+Rows see no tokens, so that all candidates of a history share it. The stack is a
+pyramid: after a layer only the newest rows of each history go on, and after the last
+one, as nothing reads its rows, the tokens alone.
+
+`EventModel` tells what is added to events. C is the number of rows of all sequences of
+a batch, K of fields of an event, P of fields of a sample, N of candidates.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from jaxtyping import Array, Float
+
+from loka_jax import nn
+from loka_jax.models.events import EventModel
+from loka_jax.models.ranking import ModelPart
+
+type Mixed = tuple[Float[Array, "C _"], Float[Array, "N L _"]]  # rows and tokens
+
+
+class OneTransLayer(ModelPart, kw_only=True):
+    """A layer of OneTrans; its options are the model's."""
+
+    num_heads: int
+    ffn_factor: int
+    max_length: int
+
+    @linen.compact
+    def __call__(
+        self, x: Mixed, histories: nn.Histories, most: int | None
+    ) -> tuple[Mixed, nn.Histories]:
+        """Returns what goes on, and where its histories lie.
+
+        Args:
+            most: rows of a history that go on; None for all.
+        """
+        rows, tokens = x
+        (count, dim), length = rows.shape, tokens.shape[1]
+        newest = histories.newest(count, most)
+        visible = nn.tokens_visibility(histories, newest, count, length)
+        rows, tokens = self._norm("attention_norm", x)
+        q = self._heads(self._mixed("q", dim, (rows[newest[0]], tokens)))
+        kv = self._mixed("kv", 2 * dim, (rows, tokens))
+        k, v = (self._heads(tuple(y)) for y in zip(*map(_halves, kv), strict=True))
+        longest = self.max_length + length
+        seen = nn.attend(q, k, v, visible, longest=longest, recipe=self.recipe)
+        seen = seen.reshape(-1, dim)
+        seen = seen[: len(newest[0])], seen[len(newest[0]) :].reshape(x[1].shape)
+        z = _sum((x[0][newest[0]], x[1]), self._mixed("out", dim, seen))
+        hidden = self._mixed("ffn_in", self.ffn_factor * dim, self._norm("ffn_norm", z))
+        act = nn.activation(self.activation)
+        return _sum(z, self._mixed("ffn_out", dim, _each(act, hidden))), newest[1]
+
+    @linen.nowrap
+    def _mixed(self, name: str, features: int, x: Mixed) -> Mixed:
+        """Returns products with a weight of all rows, and one of each token."""
+        rows, tokens = x
+        options: dict[str, Any] = dict(recipe=self.recipe, use_bias=self.bias)
+        own = [
+            nn.Dense(features, name=f"{name}_{token}", **options)(tokens[:, token])
+            for token in range(tokens.shape[1])
+        ]
+        if not len(rows):
+            return jnp.zeros((0, features), rows.dtype), jnp.stack(own, axis=1)
+        shared = nn.Dense(features, name=name, **options)
+        return shared(rows), jnp.stack(own, axis=1)
+
+    @linen.nowrap
+    def _norm(self, name: str, x: Mixed) -> Mixed:
+        rows, tokens = x
+        how: dict[str, Any] = dict(norm="rms", train=False)
+        tokens = nn.normalize(tokens, name=f"{name}_tokens", **how)
+        return nn.normalize(rows, name=name, **how) if len(rows) else rows, tokens
+
+    @linen.nowrap
+    def _heads(self, x: Mixed) -> Float[Array, "C_plus_NL h _"]:
+        flat = jnp.concatenate([x[0], x[1].reshape(-1, x[1].shape[2])])
+        return flat.reshape(len(flat), self.num_heads, -1)
+
+
+def _halves(x: Array) -> list[Array]:
+    return jnp.split(x, 2, axis=-1)
+
+
+def _each(function: Any, x: Mixed) -> Mixed:
+    return function(x[0]), function(x[1])
+
+
+def _sum(x: Mixed, y: Mixed) -> Mixed:
+    return x[0] + y[0], x[1] + y[1]
+
+
+class OneTrans(EventModel):
+    """OneTrans, from gathered embeddings of an event log to a logit for each candidate.
+
+    Attributes:
+        num_tokens: L, tokens of the features of a candidate.
+        token_mlp: widths of the MLP of these features before its last layer.
+        ffn_factor: width of a layer's hidden products, over D.
+        pyramid: for each layer but the last, the newest rows of a history that go on;
+            all if empty.
+    """
+
+    activation: nn.ActivationName = "gelu"
+    num_tokens: int = 4
+    token_mlp: tuple[int, ...] = ()
+    ffn_factor: int = 4
+    pyramid: tuple[int, ...] = ()
+
+    @linen.compact
+    def __call__(
+        self,
+        dense_features: Float[Array, "B 0"],
+        embeddings: tuple[Float[Array, "B P d"], Float[Array, "C K d"]],
+        events: Any,
+        *,
+        train: bool = False,
+    ) -> Float[Array, "N"] | Float[Array, "N T"]:
+        """Returns float32 logits.
+
+        Args:
+            dense_features: none; event logs have no such columns.
+            embeddings: of the fields of the samples, and of the events.
+            events: the sequences of the batch, `loka_jax.data.Events`.
+
+        Raises:
+            ValueError: if the pyramid has another number of layers, or leaves out
+                events that are to be predicted.
+        """
+        del dense_features
+        self._check(events)
+        context, fields = embeddings
+        features = self._features_of(events)
+        rows, histories = nn.histories_of(
+            events.offsets,
+            events.targets,
+            len(fields),
+            contexts=context.shape[1],
+            candidates=events.candidates,
+        )
+        known = fields[events.targets], context[histories.of]
+        tokens = self._tokens(*known, train) + features[events.targets][:, None]
+        x = (self._items(fields, train) + features)[rows], tokens
+        kept = *(self.pyramid or (None,) * (self.num_layers - 1)), 0
+        for number, most in enumerate(kept):
+            x, histories = self._layer(number)(x, histories, most)
+        tokens = nn.normalize(x[1], "rms", train=train, name="norm_out")
+        return self._logits(jax.lax.collapse(tokens, 1), train)
+
+    @linen.nowrap
+    def _check(self, events: Any) -> None:
+        layers = self.num_layers - 1
+        if self.pyramid and len(self.pyramid) != layers:
+            raise ValueError(
+                f"--pyramid {' '.join(map(str, self.pyramid))} must name {layers} "
+                f"numbers of rows, as --num-layers is {self.num_layers}."
+            )
+        if self.pyramid and events.candidates is None:
+            raise ValueError(
+                "--pyramid leaves out events that are to be predicted: set "
+                "--data.targets last."
+            )
+
+    @linen.nowrap
+    def _tokens(self, fields: Array, context: Array, train: bool) -> Array:
+        """Returns the tokens [N, L, D] of the fields of candidates and samples."""
+        flat = jnp.concatenate([fields, context], axis=1).astype(self.compute_dtype)
+        widths = *self.token_mlp, self.num_tokens * self.dim
+        mlp = self._mlp("tokens", widths, ends_linear=True)
+        made = mlp(jax.lax.collapse(flat, 1), train=train)
+        return made.reshape(-1, self.num_tokens, self.dim)
+
+    @linen.nowrap
+    def _layer(self, number: int) -> OneTransLayer:
+        return OneTransLayer(
+            **self.options,
+            num_heads=self.num_heads,
+            ffn_factor=self.ffn_factor,
+            max_length=self.max_length,
+            name=f"layer_{number}",
+        )

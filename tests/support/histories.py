@@ -1,0 +1,113 @@
+"""Small batches of histories, and what models of them share, in numpy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from loka_jax.data import Events
+from tests.support import normal
+
+B, P, K, D, TASKS = 3, 1, 2, 8, 2
+LENGTHS = (6, 0, 4)
+C = 12
+REAL = np.array(LENGTHS) > 0
+
+
+def events(candidates=1, lengths=LENGTHS):
+    """Sequences whose last rows are candidates, each a target."""
+    offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
+    draws = np.random.default_rng(0)
+    targets = [
+        stop - candidates + i if stop > start else 0
+        for start, stop in zip(offsets[:-1], offsets[1:], strict=True)
+        for i in range(candidates)
+    ]
+    return Events(
+        ids=draws.integers(0, 9, (C, K), dtype=np.int32),
+        answers=draws.integers(0, 3, (C, TASKS), dtype=np.int32),
+        positions=draws.integers(0, 8, C, dtype=np.int32),
+        ages=draws.uniform(0, 99, C).astype(np.float32),
+        offsets=offsets,
+        targets=np.array(targets, np.int32),
+        contextual=np.full(B, P, np.int32),
+        candidates=np.where(np.array(lengths) > 0, candidates, 0).astype(np.int32),
+    )
+
+
+def inputs(**options):
+    """Returns what models of histories are called with."""
+    rows = normal(B, P, D), normal(C, K, D, seed=1)
+    return jnp.zeros((B, 0)), rows, events(**options)
+
+
+def candidate_of(rows, several, number):
+    """Returns rows and events of the first sequence of `several` with one candidate."""
+    places = np.array([0, 1, 2, 3 + number, *range(6, 12), 0, 0])
+    one = several._replace(
+        **{x: getattr(several, x)[places] for x in ("ids", "answers", "positions")},
+        ages=several.ages[places],
+        offsets=np.array([0, 4, 4, 4], np.int32),
+        targets=np.array([3, 0, 0], np.int32),
+        candidates=np.array([1, 0, 0], np.int32),
+    )
+    return (rows[0], rows[1][places]), one
+
+
+def dense(x, params):
+    """Returns a dense layer."""
+    return x @ params["kernel"] + params.get("bias", 0.0)
+
+
+def features_of(model, params, given):
+    """Returns what is added to the rows of events."""
+    ages = np.sqrt(given.ages / model.age_unit).astype(int)
+    x = params["position"][given.positions]
+    x = x + params["age"][np.minimum(ages, model.age_buckets - 1)]
+    for task in range(TASKS):
+        x = x + params[f"answer_{task}"][given.answers[:, task]]
+    return x
+
+
+def initialized(model, *args):
+    """Returns parameters that are drawn here: nothing is computed by JAX."""
+    params = jax.eval_shape(model.init, jax.random.key(0), *args)["params"]
+    leaves, tree = jax.tree.flatten(params)
+    draws = np.random.default_rng(3)
+    leaves = [0.4 * draws.normal(size=x.shape).astype(np.float32) for x in leaves]
+    return jax.tree.unflatten(tree, leaves)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def apply(model, params, *args):
+    """Returns the model's logits."""
+    return model.apply({"params": params}, *args)
+
+
+def assert_candidates_are_alone(model):
+    """Asserts that each candidate of a history has the logits that it has alone."""
+    _, rows, several = inputs(candidates=3, lengths=(6, 0, 0))
+    dense_features = jnp.zeros((B, 0))
+    params = initialized(model, dense_features, rows, several)
+    together = apply(model, params, dense_features, rows, several)
+    for number in range(3):
+        alone = candidate_of(rows, several, number)
+        alone = apply(model, params, dense_features, *alone)
+        np.testing.assert_allclose(together[number], alone[0], rtol=1e-5, atol=1e-5)
+
+
+def assert_later_rows_change_nothing(model):
+    """Asserts that of events that are all targets none sees a later one."""
+    given = events()._replace(
+        contextual=None, candidates=None, targets=np.arange(P, 6, dtype=np.int32)
+    )
+    rows = normal(B, P, D), normal(C, K, D, seed=1)
+    params = initialized(model, jnp.zeros((B, 0)), rows, given)
+
+    def logits(fields):
+        args = jnp.zeros((B, 0)), (rows[0], fields), given
+        return np.asarray(apply(model, params, *args))
+
+    changed = logits(rows[1].at[4].add(1.0)) != logits(rows[1])
+    assert not changed[: 4 - P].any() and changed[4 - P :].all()

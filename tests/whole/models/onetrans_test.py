@@ -1,0 +1,135 @@
+"""OneTrans against its equations in numpy; candidates, the pyramid, and its sites."""
+
+import jax
+import numpy as np
+import pytest
+
+from loka_jax.models import OneTrans
+from tests.support.histories import (
+    REAL,
+    TASKS,
+    B,
+    C,
+    P,
+    apply,
+    assert_candidates_are_alone,
+    assert_later_rows_change_nothing,
+    dense,
+    features_of,
+    initialized,
+    inputs,
+)
+from tests.support.nn import listed
+
+D, L, HEADS = 16, 3, 2
+MODEL = OneTrans(
+    dim=D,
+    num_layers=2,
+    num_heads=HEADS,
+    num_tokens=L,
+    ffn_factor=2,
+    item_mlp=(10,),
+    head_mlp=(12,),
+    max_length=8,
+    age_buckets=5,
+    age_unit=2.0,
+    num_tasks=TASKS,
+    activation="relu",
+    recipe="f32",
+)
+
+
+def norm(x, params):
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * params["scale"]
+
+
+def mixed(x, params, name):
+    """Returns products of rows by one weight, of the last L by one of their own."""
+    rows = x[:-L]
+    parts = [dense(rows, params[name])] if len(rows) else []
+    own = [dense(x[i - L], params[f"{name}_{i}"])[None] for i in range(L)]
+    return np.concatenate([*parts, *own])
+
+
+def mixed_norm(x, params, name):
+    rows, tokens = x[:-L], norm(x[-L:], params[f"{name}_tokens"])
+    return np.concatenate([norm(rows, params[name]) if len(rows) else rows, tokens])
+
+
+def layer(x, params, kept):
+    """Returns what goes on of the rows and tokens of a history."""
+    h = np.concatenate([norm(x[:-L], params["attention_norm"])] if len(x) > L else [])
+    h = np.concatenate([h, norm(x[-L:], params["attention_norm_tokens"])])
+    going_on = len(x) - min(kept, len(x) - L) - L
+    q = mixed(h[going_on:], params, "q")
+    k, v = np.split(mixed(h, params, "kv"), 2, axis=1)
+    q, k, v = (y.reshape(len(y), HEADS, -1) for y in (q, k, v))
+    scores = np.einsum("ihd,jhd->hij", q, k) / np.sqrt(D / HEADS)
+    i, j = np.indices(scores.shape[1:])
+    shares = np.where(j <= i + going_on, np.exp(scores), 0)
+    shares = shares / shares.sum(-1, keepdims=True)
+    seen = np.einsum("hij,jhe->ihe", shares, v).reshape(len(q), D)
+    z = x[going_on:] + mixed(seen, params, "out")
+    hidden = np.maximum(mixed(mixed_norm(z, params, "ffn_norm"), params, "ffn_in"), 0)
+    return z + mixed(hidden, params, "ffn_out")
+
+
+def equations(model, params, rows, given):
+    context, fields = (np.asarray(x) for x in rows)
+    mlp = params["item_mlp"]
+    items = np.maximum(dense(fields.reshape(C, -1), mlp["dense_0"]), 0)
+    features = features_of(model, params, given)
+    x = dense(items, mlp["dense_1"]) + features
+    out = []
+    for sequence in np.flatnonzero(REAL):
+        start, end = given.offsets[sequence : sequence + 2]
+        known = np.concatenate([fields[end - 1], context[sequence]]).reshape(-1)
+        tokens = dense(known, params["tokens"]["dense_0"]).reshape(L, D)
+        part = np.concatenate([x[start + P : end - 1], tokens + features[end - 1]])
+        for number, kept in enumerate((*(model.pyramid or (C,)), 0)):
+            part = layer(part, params[f"layer_{number}"], kept)
+        flat = norm(part, params["norm_out"]).reshape(-1)
+        hidden = np.maximum(dense(flat, params["head_mlp"]["dense_0"]), 0)
+        out.append(dense(hidden, params["head"]))
+    return np.stack(out)
+
+
+@pytest.mark.parametrize("pyramid", [(), (3,)])
+def test_the_model_follows_its_equations(pyramid):
+    args, model = inputs(), MODEL.clone(pyramid=pyramid)
+    params = initialized(model, *args)
+    logits = apply(model, params, *args)
+    expected = equations(model, jax.tree.map(np.float64, params), *args[1:])
+    assert logits.shape == (B, TASKS)
+    np.testing.assert_allclose(logits[REAL], expected, rtol=2e-4, atol=2e-4)
+
+
+def test_candidates_of_one_history_are_scored_as_if_each_were_alone():
+    assert_candidates_are_alone(MODEL.clone(num_layers=3, pyramid=(2, 1)))
+
+
+def test_among_targets_a_later_row_changes_no_earlier_logit():
+    assert_later_rows_change_nothing(MODEL)
+
+
+def test_a_pyramid_that_does_not_fit_is_refused():
+    args = inputs()
+    with pytest.raises(ValueError, match="must name 1 numbers of rows"):
+        jax.eval_shape(MODEL.clone(pyramid=(3, 2)).init, jax.random.key(0), *args)
+    args = (*args[:2], args[2]._replace(candidates=None))
+    with pytest.raises(ValueError, match="--data.targets last"):
+        jax.eval_shape(MODEL.clone(pyramid=(3,)).init, jax.random.key(0), *args)
+
+
+def test_every_product_is_a_site():
+    sites = listed(MODEL.clone(recipe="fp8_rowwise", dim=64), *inputs())
+    mixed = ("q", "kv", "out", "ffn_in", "ffn_out")
+    own = {f"{x}_{token}" for x in mixed for token in range(L)}
+    expected = {f"layer_{i}/{x}" for i in range(2) for x in own}
+    # Of the last layer only the tokens go on.
+    expected |= {f"layer_0/{x}" for x in mixed} | {"layer_1/kv"}
+    expected |= {f"layer_{i}/{x}" for i in range(2) for x in ("scores", "values")}
+    others = {"item_mlp/dense_0", "item_mlp/dense_1", "tokens/dense_0"}
+    assert set(sites) == expected | others | {"head_mlp/dense_0", "head"}
+    assert sites["head"].recipe == "f32"
+    assert "no kernel" in str(sites["layer_0/scores"].why_not_fused)
