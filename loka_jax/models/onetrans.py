@@ -51,10 +51,7 @@ class OneTransLayer(ModelPart, kw_only=True):
         (count, dim), length = rows.shape, tokens.shape[1]
         newest = histories.newest(count, most)
         visible = nn.tokens_visibility(histories, newest, count, length)
-        rows, tokens = self._norm("attention_norm", x)
-        q = self._heads(self._mixed("q", dim, (rows[newest[0]], tokens)))
-        kv = self._mixed("kv", 2 * dim, (rows, tokens))
-        k, v = (self._heads(tuple(y)) for y in zip(*map(_halves, kv), strict=True))
+        q, k, v = self._qkv(self._norm("attention_norm", x), newest[0], most)
         longest = self.max_length + length
         seen = nn.attend(q, k, v, visible, longest=longest, recipe=self.recipe)
         seen = seen.reshape(-1, dim)
@@ -65,18 +62,37 @@ class OneTransLayer(ModelPart, kw_only=True):
         return _sum(z, self._mixed("ffn_out", dim, _each(act, hidden))), newest[1]
 
     @linen.nowrap
+    def _qkv(self, x: Mixed, newest: Array, most: int | None) -> list[Array]:
+        """Returns queries of what goes on, and keys and values of all, by heads."""
+        rows, tokens = x
+        dim, nothing = rows.shape[1], rows[:0]
+        _, of_tokens = self._mixed("qkv", 3 * dim, (nothing, tokens))
+        if most is None:
+            of_rows = self._dense("qkv", 3 * dim)(rows)
+            q, k, v = jnp.split(of_rows, 3, axis=1)
+        else:
+            k, v = jnp.split(self._dense("kv", 2 * dim)(rows), 2, axis=1)
+            q = self._dense("q", dim)(rows[newest]) if most else nothing
+        of_tokens = of_tokens.reshape(-1, 3 * dim)
+        pairs = zip((q, k, v), jnp.split(of_tokens, 3, axis=1), strict=True)
+        joined = map(jnp.concatenate, pairs)
+        return [y.reshape(len(y), self.num_heads, -1) for y in joined]
+
+    @linen.nowrap
     def _mixed(self, name: str, features: int, x: Mixed) -> Mixed:
         """Returns products with a weight of all rows, and one of each token."""
         rows, tokens = x
-        options: dict[str, Any] = dict(recipe=self.recipe, use_bias=self.bias)
         own = [
-            nn.Dense(features, name=f"{name}_{token}", **options)(tokens[:, token])
+            self._dense(f"{name}_{token}", features)(tokens[:, token])
             for token in range(tokens.shape[1])
         ]
         if not len(rows):
             return jnp.zeros((0, features), rows.dtype), jnp.stack(own, axis=1)
-        shared = nn.Dense(features, name=name, **options)
-        return shared(rows), jnp.stack(own, axis=1)
+        return self._dense(name, features)(rows), jnp.stack(own, axis=1)
+
+    @linen.nowrap
+    def _dense(self, name: str, features: int) -> nn.Dense:
+        return nn.Dense(features, self.recipe, self.bias, name=name)
 
     @linen.nowrap
     def _norm(self, name: str, x: Mixed) -> Mixed:
@@ -84,15 +100,6 @@ class OneTransLayer(ModelPart, kw_only=True):
         how: dict[str, Any] = dict(norm="rms", train=False)
         tokens = nn.normalize(tokens, name=f"{name}_tokens", **how)
         return nn.normalize(rows, name=name, **how) if len(rows) else rows, tokens
-
-    @linen.nowrap
-    def _heads(self, x: Mixed) -> Float[Array, "C_plus_NL h _"]:
-        flat = jnp.concatenate([x[0], x[1].reshape(-1, x[1].shape[2])])
-        return flat.reshape(len(flat), self.num_heads, -1)
-
-
-def _halves(x: Array) -> list[Array]:
-    return jnp.split(x, 2, axis=-1)
 
 
 def _each(function: Any, x: Mixed) -> Mixed:

@@ -61,9 +61,16 @@ def layer(x, params, kept):
     h = np.concatenate([norm(x[:-L], params["attention_norm"])] if len(x) > L else [])
     h = np.concatenate([h, norm(x[-L:], params["attention_norm_tokens"])])
     going_on = len(x) - min(kept, len(x) - L) - L
-    q = mixed(h[going_on:], params, "q")
-    k, v = np.split(mixed(h, params, "kv"), 2, axis=1)
-    q, k, v = (y.reshape(len(y), HEADS, -1) for y in (q, k, v))
+    own = [dense(h[i - L], params[f"qkv_{i}"]) for i in range(L)]
+    rows = h[:-L] @ np.zeros((D, 3 * D))
+    if "qkv" in params:
+        rows = dense(h[:-L], params["qkv"])
+    elif len(rows):
+        rows[:, D:] = dense(h[:-L], params["kv"])
+        if kept:
+            rows[:, :D] = dense(h[:-L], params["q"])
+    q, k, v = np.split(np.concatenate([rows, own]), 3, axis=1)
+    q, k, v = (y.reshape(len(y), HEADS, -1) for y in (q[going_on:], k, v))
     scores = np.einsum("ihd,jhd->hij", q, k) / np.sqrt(D / HEADS)
     i, j = np.indices(scores.shape[1:])
     shares = np.where(j <= i + going_on, np.exp(scores), 0)
@@ -123,7 +130,7 @@ def test_a_pyramid_that_does_not_fit_is_refused():
 
 def test_every_product_is_a_site():
     sites = listed(MODEL.clone(recipe="fp8_rowwise", dim=64), *inputs())
-    mixed = ("q", "kv", "out", "ffn_in", "ffn_out")
+    mixed = ("qkv", "out", "ffn_in", "ffn_out")
     own = {f"{x}_{token}" for x in mixed for token in range(L)}
     expected = {f"layer_{i}/{x}" for i in range(2) for x in own}
     # Of the last layer only the tokens go on.
