@@ -107,7 +107,7 @@ def fp8_onetrans() -> OneTransConfig:
             age_buckets=256,
             recipe=FP8,
         ),
-        data=small.data,
+        data=dataclasses.replace(small.data, examples=500_000),
         embedding=small.embedding,
         optim=small.optim,
         loop=small.loop,
