@@ -100,8 +100,8 @@ def tokens_visibility(
     is_target = of < len(offsets) - 1
     start = jnp.where(is_target, offsets[of], num_rows)
     end = jnp.where(is_target, reach, num_rows)
-    spans = (jnp.repeat(x, num_tokens) for x in (start, end))
-    of_tokens = jagged.span_visibility(*spans, num_rows)
+    first, last = (jnp.repeat(x, num_tokens) for x in (start, end))
+    of_tokens = jagged.span_visibility(first, last, num_rows)
     token = jnp.arange(len(of) * num_tokens, dtype=jnp.int32)
     own = jagged.span_visibility(
         token // num_tokens * num_tokens, token + 1, len(token)
