@@ -285,7 +285,7 @@ def padded(
 def span_visibility(
     first: Int32[Array, " Q"], last: Int32[Array, " Q"], num_keys: int
 ) -> Visibility:
-    """Returns which keys see which queries, each of which sees a span of keys.
+    """Returns the visibility of queries that see a span of keys each.
 
     Args:
         first: where the spans begin, in rising order.
@@ -335,34 +335,29 @@ def with_tokens(
         tokens_of_rows: what tokens see of rows.
         tokens: what tokens see of tokens.
     """
-    num_queries, num_keys = len(rows.sees.first), len(rows.seen_by.first)
+    queries, keys = len(rows.sees.first), len(rows.seen_by.first)
     new_queries, new_keys = len(tokens.sees.first), len(tokens.seen_by.first)
-    queries, keys = num_queries + new_queries, num_keys + new_keys
-
-    def join(spans: tuple[Spans, Spans], nowhere: int) -> tuple[Array, Array]:
-        parts = [_span(x.first, x.last, nowhere) for x in spans]
-        return jnp.concatenate([x for x, _ in parts]), jnp.concatenate(
-            [x for _, x in parts]
-        )
+    nowhere = max(queries + new_queries, keys + new_keys)
 
     def none(count: int) -> Spans:
-        return Spans(*[jnp.zeros(count, jnp.int32)] * 2)
+        return Spans(jnp.full(count, nowhere, jnp.int32), jnp.zeros(count, jnp.int32))
 
-    def after(spans: Spans, count: int) -> Spans:
-        return Spans(spans.first + count, jnp.where(spans.last, spans.last + count, 0))
+    def after(count: int, spans: Spans) -> Spans:
+        first, last = spans.first, spans.last
+        return Spans(first + count, jnp.where(last > 0, last + count, 0))
 
-    of_tokens = after(tokens.sees, num_keys), after(tokens.seen_by, num_queries)
-    by_tokens = after(tokens_of_rows.seen_by, num_queries)
+    def join(*parts: Spans) -> list[Array]:
+        limits = ((x.first, x.last) for x in parts)
+        return [jnp.concatenate(x) for x in zip(*limits, strict=True)]
+
+    own = join(none(queries), after(keys, tokens.sees))
+    by_tokens = join(
+        after(queries, tokens_of_rows.seen_by), after(queries, tokens.seen_by)
+    )
     return Visibility(
-        Spans(
-            *join((none(num_queries), of_tokens[0]), keys),
-            *join((rows.sees, tokens_of_rows.sees), keys),
-        ),
+        Spans(*own, *join(rows.sees, tokens_of_rows.sees)),
         None,
-        Spans(
-            *join((by_tokens, of_tokens[1]), queries),
-            *join((rows.seen_by, none(new_keys)), queries),
-        ),
+        Spans(*by_tokens, *join(rows.seen_by, none(new_keys))),
     )
 
 
