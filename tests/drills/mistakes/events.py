@@ -126,4 +126,18 @@ MISTAKES = [
         "    last = jnp.minimum(p.row + 2, p.history_end)\n",
         "whole/ops/jagged_attention_test.py",
     ),
+    Mistake(
+        "softmax keeps its sum when a larger score is found",
+        "loka_jax/xla/jagged_softmax.py",
+        "    total = total * kept + ",
+        "    total = total + ",
+        "whole/ops/softmax_attention_test.py",
+    ),
+    Mistake(
+        "tokens see the row of the event that they predict",
+        "loka_jax/nn/histories.py",
+        "    end = jnp.where(is_target, reach, num_rows)\n",
+        "    end = jnp.where(is_target, reach + 1, num_rows)\n",
+        "whole/models/onetrans_test.py",
+    ),
 ]
