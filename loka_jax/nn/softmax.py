@@ -57,6 +57,5 @@ def attend(
         ("scores", (count, size, longest)),
         ("values", (count, longest, value_size)),
     ):
-        site = BatchedSite(recipe, name=name)
-        site.announce(heads, SiteSpec(*m_k_n), together=ops.BY_XLA)
+        BatchedSite(recipe, name=name).announce(heads, SiteSpec(*m_k_n))
     return ops.softmax_attention(q, k, v, visible, scale=size**-0.5)

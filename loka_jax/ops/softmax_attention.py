@@ -18,13 +18,7 @@ from jaxtyping import Array, Float
 
 from loka_jax.jagged import Visibility
 from loka_jax.mapped import equally_varying
-from loka_jax.ops.jagged_attention import AttentionPlan
 from loka_jax.xla import jagged_softmax as xla
-
-BY_XLA = AttentionPlan(
-    "softmax over jagged rows has no kernel",
-    why_not_fp8="softmax attention runs in the dtype of its rows",
-)
 
 
 def softmax_attention(
