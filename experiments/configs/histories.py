@@ -5,11 +5,12 @@ import dataclasses
 from experiments.configs.generated import FP8
 from experiments.configs.registry import register
 from loka_jax.data import DataConfig
-from loka_jax.models import Hstu, OneTrans
+from loka_jax.models import Hstu, InterFormer, OneTrans
 from loka_jax.optim import OptimConfig
 from loka_jax.train.config import (
     EmbeddingConfig,
     HstuConfig,
+    InterFormerConfig,
     LoopConfig,
     OneTransConfig,
 )
@@ -111,6 +112,38 @@ def fp8_onetrans() -> OneTransConfig:
         embedding=small.embedding,
         optim=small.optim,
         loop=small.loop,
+    )
+
+
+@register
+def fp8_interformer() -> InterFormerConfig:
+    """A small InterFormer in FP8 on a generated event log: minutes on two CPU cores."""
+    small = fp8_hstu()
+    return InterFormerConfig(
+        name="fp8_interformer",
+        model=InterFormer(
+            dim=32,
+            num_layers=2,
+            num_heads=2,
+            num_embeddings=4,
+            num_sums=2,
+            num_cls=2,
+            num_seeds=1,
+            num_recent=2,
+            item_mlp=(),
+            dot_mlp=(64,),
+            cross_rank=32,
+            head_mlp=(64,),
+            max_length=18,
+            age_buckets=256,
+            recipe=FP8,
+        ),
+        data=dataclasses.replace(
+            small.data, examples=200_000, history=16, targets="last"
+        ),
+        embedding=small.embedding,
+        optim=small.optim,
+        loop=LoopConfig(batch_size=256, eval_every=400),
     )
 
 

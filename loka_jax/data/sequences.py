@@ -105,6 +105,7 @@ class Layout(NamedTuple):
         is_all: each event is a target; else a candidate follows the events.
         limit: the most rows of a batch; None for no limit.
         actions: the last fields of an event, which a candidate lacks.
+        one_candidate: each candidate has a sequence of its own.
     """
 
     history: int
@@ -113,6 +114,7 @@ class Layout(NamedTuple):
     is_all: bool
     limit: int | None
     actions: int = 0
+    one_candidate: bool = False
 
     @property
     def rows_of_event(self) -> int:
@@ -333,6 +335,7 @@ def candidate_batches(
     new["label"] = 0  # a number
     log, largest = make_log([past, new], apart=True), shapes[-1]
     most = max(min(largest.targets, largest.rows - layout.longest + 1), 1)
+    most = 1 if layout.one_candidate else most
     groups = _grouped(past, new, layout, most)
     lengths = layout.contexts + groups.counts * layout.rows_of_event + groups.sizes
     for part in _parts(groups.sizes, lengths, largest):

@@ -53,7 +53,7 @@ from loka_jax.train.calibration import Calibration
 from loka_jax.train.config import Config
 from loka_jax.train.folder.record import versions
 from loka_jax.train.folder.source_run import SourceRun, open_run
-from loka_jax.train.model import model_of
+from loka_jax.train.model import candidate_layout, model_of
 
 # With the run's own batch size, the default ones; those of events are rows.
 _SMALL = (1, 16, 128, 1024)
@@ -131,7 +131,7 @@ def _inputs_of(source: SourceRun) -> tuple[Schema, Spec]:
         schema = encoding.schema
     else:
         schema = schema_of_events(data) if data.is_log else schema_of(data)
-    layout = layout_of(data, schema) if data.is_log else None
+    layout = candidate_layout(source.config, schema) if data.is_log else None
     if data.lists and not {*columns_of(data).labels} <= {*data.lists_of}:
         raise ValueError(
             f"{source.workdir} is a run on lists without labels, and an exported model "

@@ -4,6 +4,7 @@ from loka_jax.models.dcnv2 import Dcnv2
 from loka_jax.models.dhen import Dhen, DhenDlrm
 from loka_jax.models.dlrm import Dlrm
 from loka_jax.models.hstu import Hstu
+from loka_jax.models.interformer import InterFormer
 from loka_jax.models.mmoe import Mmoe
 from loka_jax.models.onetrans import OneTrans
 from loka_jax.models.own import OwnModel, own_model
@@ -16,6 +17,7 @@ __all__ = [
     "DhenDlrm",
     "Dlrm",
     "Hstu",
+    "InterFormer",
     "Mmoe",
     "OneTrans",
     "OwnModel",

@@ -44,14 +44,19 @@ class EventModel(RankingModel):
         num_layers: number of layers.
         num_heads: heads of a layer's attention.
         item_mlp: widths of the MLP of an event's fields before its last layer.
+        token_mlp: widths of the MLP of a candidate's fields before its last layer,
+            where a model makes tokens of them.
         head_mlp: widths of the MLP before the head.
         max_length: the most rows of a sequence.
         age_buckets: number of buckets of ages.
         age_unit: seconds in the first bucket.
         num_tasks: labels of a candidate.
+        one_candidate: the candidate changes the rows of its history, so that each needs
+            a sequence of its own.
     """
 
     takes_events: ClassVar[bool] = True
+    one_candidate: ClassVar[bool] = False
 
     dim: int = 512
     num_layers: int = 3
@@ -69,13 +74,24 @@ class EventModel(RankingModel):
         return mlp(jax.lax.collapse(fields.astype(self.compute_dtype), 1), train=train)
 
     @linen.nowrap
-    def _features_of(self, events: Any) -> Float[Array, "C D"]:
+    def _tokens(
+        self, fields: Array, context: Array, count: int, train: bool
+    ) -> Float[Array, "N n D"]:
+        """Returns so many vectors of the fields of candidates and of their samples."""
+        known = jnp.concatenate([fields, context], axis=1).astype(self.compute_dtype)
+        widths = *self.token_mlp, count * self.dim
+        mlp = self._mlp("tokens", widths, ends_linear=True)
+        made = mlp(jax.lax.collapse(known, 1), train=train)
+        return made.reshape(-1, count, self.dim)
+
+    @linen.nowrap
+    def _features_of(
+        self, events: Any, *, has_positions: bool = True
+    ) -> Float[Array, "C D"]:
         """Returns the sum of the vectors of answers, positions and ages."""
         ages = jnp.sqrt(jnp.maximum(events.ages, 0) / self.age_unit).astype(jnp.int32)
-        lookups = [
-            ("position", self.max_length, events.positions),
-            ("age", self.age_buckets, ages),
-        ]
+        lookups = [("position", self.max_length, events.positions)] * has_positions
+        lookups += [("age", self.age_buckets, ages)]
         lookups += [
             (f"answer_{task}", 3, answer)
             for task, answer in enumerate(events.answers.T)

@@ -36,7 +36,6 @@ class OneTransLayer(ModelPart, kw_only=True):
 
     num_heads: int
     ffn_factor: int
-    max_length: int
 
     @linen.compact
     def __call__(
@@ -52,8 +51,8 @@ class OneTransLayer(ModelPart, kw_only=True):
         newest = histories.newest(count, most)
         visible = nn.tokens_visibility(histories, newest, count, length)
         q, k, v = self._qkv(self._norm("attention_norm", x), newest[0], most)
-        longest = self.max_length + length
-        seen = nn.attend(q, k, v, visible, longest=longest, recipe=self.recipe)
+        mean = -(-count // (len(histories.offsets) - 1)) + length
+        seen = nn.attend(q, k, v, visible, length=mean, recipe=self.recipe)
         seen = seen.reshape(-1, dim)
         seen = seen[: len(newest[0])], seen[len(newest[0]) :].reshape(x[1].shape)
         z = _sum((x[0][newest[0]], x[1]), self._mixed("out", dim, seen))
@@ -159,7 +158,8 @@ class OneTrans(EventModel):
             candidates=events.candidates,
         )
         known = fields[events.targets], context[histories.of]
-        tokens = self._tokens(*known, train) + features[events.targets][:, None]
+        tokens = self._tokens(*known, self.num_tokens, train)
+        tokens += features[events.targets][:, None]
         x = (self._items(fields, train) + features)[rows], tokens
         kept = *(self.pyramid or (None,) * (self.num_layers - 1)), 0
         for number, most in enumerate(kept):
@@ -182,20 +182,10 @@ class OneTrans(EventModel):
             )
 
     @linen.nowrap
-    def _tokens(self, fields: Array, context: Array, train: bool) -> Array:
-        """Returns the tokens [N, L, D] of the fields of candidates and samples."""
-        flat = jnp.concatenate([fields, context], axis=1).astype(self.compute_dtype)
-        widths = *self.token_mlp, self.num_tokens * self.dim
-        mlp = self._mlp("tokens", widths, ends_linear=True)
-        made = mlp(jax.lax.collapse(flat, 1), train=train)
-        return made.reshape(-1, self.num_tokens, self.dim)
-
-    @linen.nowrap
     def _layer(self, number: int) -> OneTransLayer:
         return OneTransLayer(
             **self.options,
             num_heads=self.num_heads,
             ffn_factor=self.ffn_factor,
-            max_length=self.max_length,
             name=f"layer_{number}",
         )

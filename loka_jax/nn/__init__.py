@@ -5,13 +5,20 @@ from typing import TYPE_CHECKING, Any
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
+from loka_jax.jagged import span_visibility
 from loka_jax.nn.attention import SelfAttention
 from loka_jax.nn.context import SiteContext, overriding, probing, site_context
 from loka_jax.nn.convert import Converted, convert
 from loka_jax.nn.dense import Dense, Fp8DotGeneral
 from loka_jax.nn.embeddings import Compress, Fm, FmLcb, JoinedNorm
 from loka_jax.nn.group import runs_tails
-from loka_jax.nn.histories import Histories, histories_of, tokens_visibility
+from loka_jax.nn.histories import (
+    Histories,
+    Sequences,
+    histories_of,
+    tokens_visibility,
+    with_leaders,
+)
 from loka_jax.nn.hstu import HstuLayer, newest_rows
 from loka_jax.nn.interaction import CrossDeep, CrossNet, Head
 from loka_jax.nn.jagged_attention import jagged_attention
@@ -29,7 +36,7 @@ from loka_jax.nn.overwriting import overwriting
 from loka_jax.nn.planned import Model, Planned
 from loka_jax.nn.scale_state import check_scales
 from loka_jax.nn.sites import Site, list_sites, sites_of
-from loka_jax.nn.softmax import attend, jagged_softmax_attention
+from loka_jax.nn.softmax import attend, jagged_softmax_attention, rotated
 from loka_jax.ops.interaction import dot_features, join_features
 from loka_jax.ops.products import Activations
 from loka_jax.ops.residual import Residual
@@ -68,6 +75,7 @@ __all__ = [
     "ProbeStats",
     "Residual",
     "SelfAttention",
+    "Sequences",
     "Site",
     "SiteContext",
     "activation",
@@ -87,11 +95,14 @@ __all__ = [
     "overriding",
     "overwriting",
     "probing",
+    "rotated",
     "runs_tails",
     "site_context",
     "sites_of",
+    "span_visibility",
     "take_scaling",
     "tokens_visibility",
+    "with_leaders",
 ]
 
 

@@ -1,12 +1,13 @@
-"""Rows of histories in jagged batches, and tokens that stand after them.
+"""Rows of histories in jagged batches, and tokens that stand before or after them.
 
 C is the number of rows, B that of sequences, N of targets, each with L tokens.
 """
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
 from loka_jax import jagged
 from loka_jax.jagged import Visibility
@@ -107,3 +108,72 @@ def tokens_visibility(
         token // num_tokens * num_tokens, token + 1, len(token)
     )
     return jagged.with_tokens(of_rows, of_tokens, own)
+
+
+class Sequences(NamedTuple):
+    """Jagged rows, and where each lies in its sequence.
+
+    Attributes:
+        offsets: sequence b is the rows `offsets[b]` to `offsets[b + 1]`.
+        of: the sequence of each row; the last one of rows beyond it.
+        place: the place of each row in it.
+    """
+
+    offsets: Int32[Array, " B_plus_1"]
+    of: Int32[Array, " R"]
+    place: Int32[Array, " R"]
+
+    @property
+    def lengths(self) -> Int32[Array, " B"]:
+        """The rows of each sequence."""
+        return jnp.diff(self.offsets)
+
+    def newest(
+        self, x: Float[Array, "R D"], count: int, *, after: int
+    ) -> Float[Array, "B n D"]:
+        """Returns the last rows of each sequence, the newest first, or zeros.
+
+        Args:
+            after: rows at the start of a sequence that are not taken.
+        """
+        age = jnp.arange(count)
+        rows = x[jnp.maximum(self.offsets[1:, None] - 1 - age, 0)]
+        is_row = age < self.lengths[:, None] - after
+        return jnp.where(is_row[..., None], rows, 0)
+
+    def oldest(self, x: Float[Array, "R D"], count: int) -> Float[Array, "B n D"]:
+        """Returns the first rows of each sequence, or zeros; see `flat`."""
+        place = jnp.arange(count)
+        rows = x[jnp.minimum(self.offsets[:-1, None] + place, len(x) - 1)]
+        return jnp.where((place < self.lengths[:, None])[..., None], rows, 0)
+
+    def flat(self, x: Float[Array, "B n D"]) -> Float[Array, "R D"]:
+        """Returns the rows of sequences that are padded to n."""
+        most = x.shape[1]
+        place = jnp.minimum(self.place, most - 1)
+        return jax.lax.collapse(x, 0, 2)[self.of * most + place]
+
+
+def with_leaders(
+    offsets: Int32[Array, " B_plus_1"], num_rows: int, count: int
+) -> tuple[Int32[Array, " R"], Sequences]:
+    """Returns sequences of so many tokens each, before the rows that it has.
+
+    Args:
+        offsets: of the rows.
+        num_rows: C.
+        count: L.
+
+    Returns:
+        Where each row lies among `[tokens; rows]`, first all tokens in the order of
+        sequences; and the sequences.
+    """
+    batch = len(offsets) - 1
+    tokens = batch * count
+    own = offsets + count * jnp.arange(batch + 1, dtype=jnp.int32)
+    row = jnp.arange(tokens + num_rows, dtype=jnp.int32)
+    of = jagged.sequence_of(own, row)
+    place = row - own[of]
+    among_rows = tokens + offsets[of] + place - count
+    taken = jnp.where(place < count, of * count + place, among_rows)
+    return jnp.minimum(taken, len(row) - 1), Sequences(own, of, place)

@@ -41,7 +41,7 @@ def attend(
     v: Float[Array, "C h d_v"],
     visible: Visibility,
     *,
-    longest: int,
+    length: int,
     recipe: str | Recipe,
 ) -> Float[Array, "Q h d_v"]:
     """Returns softmax attention, its products as sites `scores` and `values`.
@@ -50,12 +50,32 @@ def attend(
 
     Args:
         visible: which of the keys each query sees.
-        longest: the most keys that a query sees, for the sizes of the sites.
+        length: the mean number of keys of a sequence, for the sizes of the sites.
     """
     (count, heads, size), value_size = q.shape, v.shape[2]
     for name, m_k_n in (
-        ("scores", (count, size, longest)),
-        ("values", (count, longest, value_size)),
+        ("scores", (count, size, length)),
+        ("values", (count, length, value_size)),
     ):
         BatchedSite(recipe, name=name).announce(heads, SiteSpec(*m_k_n))
     return ops.softmax_attention(q, k, v, visible, scale=size**-0.5)
+
+
+def rotated(
+    x: Float[Array, "C h d"], positions: Int32[Array, " C"]
+) -> Float[Array, "C h d"]:
+    """Returns queries or keys turned by angles that grow with their positions.
+
+    Their products depend on the difference of positions. Of a head of d columns, j and
+    j + d/2 are a pair, turned by `position * 10000^(-2j/d)`; d is even.
+
+    References:
+        Su et al., RoFormer, arXiv 2104.09864.
+    """
+    half = x.shape[2] // 2
+    speeds = 1e4 ** -(jnp.arange(half) / half)
+    angles = (positions[:, None] * speeds)[:, None, :]
+    sines, cosines = jnp.sin(angles), jnp.cos(angles)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=2)
+    turned = a * cosines - b * sines, a * sines + b * cosines
+    return jnp.concatenate(turned, axis=2).astype(x.dtype)

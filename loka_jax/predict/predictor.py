@@ -23,7 +23,7 @@ from loka_jax.data.blocks import Block, find_columns
 from loka_jax.data.capacities import ladder
 from loka_jax.data.config import features_of
 from loka_jax.data.crosses import CrossedDataset, crosses_of
-from loka_jax.data.events import batch_of, layout_of
+from loka_jax.data.events import batch_of
 from loka_jax.data.reader import ShardDataset
 from loka_jax.data.records import Encoding
 from loka_jax.data.saved_encoding import load_encoding
@@ -43,6 +43,7 @@ from loka_jax.train import metrics
 from loka_jax.train.calibration import Calibration
 from loka_jax.train.config import Config
 from loka_jax.train.folder.source_run import open_run
+from loka_jax.train.model import candidate_layout
 from loka_jax.train.planning import saved_plan
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import compiled_eval_step, past_first_steps
@@ -205,7 +206,7 @@ class Predictor:
         """Returns the logits of new events on the histories of past ones."""
         schema, config = self.encoding.schema, self.config
         logits = np.zeros((len(new), len(schema.labels)), np.float32)
-        layout = layout_of(config.data, schema)
+        layout = candidate_layout(config, schema)
         shapes = _shapes(layout, config.loop.batch_size)
 
         def launched() -> Iterator[tuple[Array, np.ndarray]]:

@@ -24,6 +24,7 @@ from loka_jax.models import (
     DhenDlrm,
     Dlrm,
     Hstu,
+    InterFormer,
     Mmoe,
     OneTrans,
     OwnModel,
@@ -211,6 +212,13 @@ class OneTransConfig(Config):
     """A run of a OneTrans on an event log."""
 
     model: Annotated[OneTrans, tyro.conf.OmitArgPrefixes] = OneTrans()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InterFormerConfig(Config):
+    """A run of an InterFormer on an event log."""
+
+    model: Annotated[InterFormer, tyro.conf.OmitArgPrefixes] = InterFormer()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from loka_jax import nn
 from loka_jax.data import Events, Schema
 from loka_jax.data.capacities import capacities
 from loka_jax.data.events import layout_of
-from loka_jax.data.sequences import Shape, candidate_shape
+from loka_jax.data.sequences import Layout, Shape, candidate_shape
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.ops.tables import Tables, TableSpec, with_dims
 from loka_jax.train import tasks
@@ -124,6 +124,12 @@ def _event_inputs(
     )
     rows = floats(sequences, contexts, dim), floats(count, fields, dim)
     return floats(sequences, 0), rows, events
+
+
+def candidate_layout(config: Config, schema: Schema) -> Layout:
+    """Returns the layout of the sequences of candidates that a model scores."""
+    alone = getattr(config.model, "one_candidate", False)
+    return layout_of(config.data, schema)._replace(one_candidate=alone)
 
 
 def _check_log(config: Config, schema: Schema) -> None:

@@ -1,0 +1,284 @@
+"""InterFormer (Zeng et al., arXiv 2411.09852): features and a history learn of each other.
+
+    X       = split(tokens([e_1; ...; e_{P + K}]))         [B, n, D]   of an event to predict
+    S       = [CLS; items]                                 [R, D]      rows of its history
+    items_c = lce(e * mask(e)) + features_c                of fields e = [e_1; ...; e_K]
+
+    X_sum   = gate(W^T X)                                  [B, n_sum, D]
+    S_sum   = gate(norm([CLS; PMA(S); newest rows of S]))  [B, n_S, D]
+    X'      = interaction([X; S_sum])                      a layer of DHEN
+    Z       = S + PFFN(X_sum, norm(S))                     PFFN(X_sum, s) = X_sum^T W s
+    S'      = Z + MHA(norm(Z))
+    logit   = head(head_mlp(flat [X_L; S_sum of S_L]))
+
+    gate(Y) = act(Y * (W Y))
+
+CLS are the first of the first X_sum. The weight of the PFFN, X_sum^T W, is of a history
+and the event, and has the rank n_sum: it is not made. MHA is softmax attention of all
+rows of a history with rotary embedding, whose places count from the end; PMA is that of
+learned queries. As the event changes the rows of its history, events do not share one.
+
+`EventModel` tells what is added to events. R is the number of rows of all sequences of
+a batch, B that of sequences, K of fields of an event, P of fields of a sample, C of
+rows of a batch as they come.
+"""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from jaxtyping import Array, Float
+
+from loka_jax import nn
+from loka_jax.models.dhen import DhenLayer
+from loka_jax.models.events import EventModel
+from loka_jax.models.ranking import ModelPart
+
+
+class Part(ModelPart, kw_only=True):
+    """What parts of InterFormer share."""
+
+    num_heads: int
+
+    @linen.nowrap
+    def _dense(self, name: str, features: int) -> nn.Dense:
+        return nn.Dense(features, self.recipe, self.bias, name=name)
+
+    @linen.nowrap
+    def _rms(self, name: str, x: Array) -> Array:
+        return nn.normalize(x, "rms", train=False, name=name)
+
+    @linen.nowrap
+    def _gate(self, y: Float[Array, "B m D"]) -> Float[Array, "B m D"]:
+        z = self._rms("norm", y)
+        return nn.activation(self.activation)(z * self._dense("gate", z.shape[2])(z))
+
+
+class Mha(Part, kw_only=True):
+    """Attention of the rows of each sequence, or of learned queries, to its rows.
+
+    Attributes:
+        seeds: the number of learned queries of each sequence; None for its rows.
+    """
+
+    seeds: int | None = None
+
+    @linen.compact
+    def __call__(self, s: Float[Array, "R D"], sequences: nn.Sequences) -> Array:
+        """Returns [R, D], or [B, seeds, D]."""
+        (count, dim), batch = s.shape, len(sequences.lengths)
+        # The place after the last row is 0: what is new is near whatever the length.
+        places = sequences.place - sequences.lengths[sequences.of]
+        if self.seeds is None:
+            of = sequences.of
+            q, k, v = self._heads(self._dense("qkv", 3 * dim)(s), 3)
+            q = nn.rotated(q, places)
+        else:
+            of = jnp.repeat(jnp.arange(batch), self.seeds)
+            k, v = self._heads(self._dense("kv", 2 * dim)(s), 2)
+            shape = self.seeds, self.num_heads, k.shape[2]
+            normal = linen.initializers.normal(1.0)
+            q = self.param("queries", normal, shape, jnp.float32).astype(k.dtype)
+            q = jnp.tile(q, (batch, 1, 1))
+        ends = sequences.offsets[of], sequences.offsets[of + 1]
+        visible = nn.span_visibility(*ends, count)
+        length = -(-count // batch)
+        k = nn.rotated(k, places)
+        seen = nn.attend(q, k, v, visible, length=length, recipe=self.recipe)
+        out = self._dense("out", dim)(seen.reshape(-1, dim))
+        return out if self.seeds is None else out.reshape(batch, self.seeds, dim)
+
+    @linen.nowrap
+    def _heads(self, x: Array, parts: int) -> list[Array]:
+        size = x.shape[1] // parts // self.num_heads
+        split = x.reshape(len(x), parts, self.num_heads, size)
+        return [split[:, i] for i in range(parts)]
+
+
+class FeatureSummary(Part, kw_only=True):
+    """What a sequence learns of features: X_sum."""
+
+    num_sums: int
+
+    @linen.compact
+    def __call__(self, x: Float[Array, "B n D"]) -> Float[Array, "B n_sum D"]:
+        """Returns the summary of each sample."""
+        lce = nn.Compress(self.num_sums, recipe=self.recipe, name="lce")
+        return self._gate(lce(x))
+
+
+class SequenceSummary(Part, kw_only=True):
+    """What features learn of a sequence: S_sum."""
+
+    num_cls: int
+    num_seeds: int
+    num_recent: int
+
+    @linen.compact
+    def __call__(
+        self, s: Float[Array, "R D"], sequences: nn.Sequences
+    ) -> Float[Array, "B n_S D"]:
+        """Returns the summary of each sequence, zeros for rows that it does not have."""
+        shared = dict(num_heads=self.num_heads, **self.options)
+        cls = sequences.oldest(s, self.num_cls)
+        pooled = Mha(seeds=self.num_seeds, **shared, name="pma")(s, sequences)
+        recent = sequences.newest(s, self.num_recent, after=self.num_cls)
+        return self._gate(jnp.concatenate([cls, pooled, recent], axis=1))
+
+
+class SequenceLayer(Part, kw_only=True):
+    """What a sequence learns of features and of its rows.
+
+    Attributes:
+        longest: the most rows of a sequence.
+    """
+
+    longest: int
+
+    @linen.compact
+    def __call__(
+        self,
+        s: Float[Array, "R D"],
+        x_sum: Float[Array, "B n_sum D"],
+        sequences: nn.Sequences,
+    ) -> Float[Array, "R D"]:
+        """Returns a row for each row."""
+        ws = self._dense("pffn", x_sum.shape[1])(self._rms("pffn_norm", s))
+        ws = sequences.oldest(ws, self.longest)  # [B, T, n_sum]
+        by_sample = nn.Fp8DotGeneral(self.recipe, name="pffn_sample")
+        z = s + sequences.flat(by_sample(ws, x_sum, (((2,), (1,)), ((0,), (0,)))))
+        attend = Mha(num_heads=self.num_heads, **self.options, name="attention")
+        return z + attend(self._rms("attention_norm", z), sequences)
+
+
+class InterFormer(EventModel):
+    """InterFormer, from gathered embeddings of an event log to a logit of each event.
+
+    Attributes:
+        num_embeddings: n, embeddings that are made of the features of an event.
+        token_mlp: widths of the MLP that makes them, before its last layer.
+        num_sums: n_sum, of the summary of features.
+        num_cls: of these, what stands before the rows of a history.
+        num_seeds: learned queries that pool a history.
+        num_recent: newest rows in the summary of a history.
+        dot_mlp, cross_rank: of the interactions, see `Dhen`.
+    """
+
+    one_candidate: ClassVar[bool] = True
+
+    norm: nn.NormName = "layer"
+    activation: nn.ActivationName = "swish"
+    num_embeddings: int = 4
+    token_mlp: tuple[int, ...] = ()
+    num_sums: int = 4
+    num_cls: int = 4
+    num_seeds: int = 2
+    num_recent: int = 2
+    dot_mlp: tuple[int, ...] = (512,)
+    cross_rank: int | None = None
+
+    @linen.compact
+    def __call__(
+        self,
+        dense_features: Float[Array, "B 0"],
+        embeddings: tuple[Float[Array, "B P d"], Float[Array, "C K d"]],
+        events: Any,
+        *,
+        train: bool = False,
+    ) -> Float[Array, "B"] | Float[Array, "B T"]:
+        """Returns float32 logits.
+
+        Args:
+            dense_features: none; event logs have no such columns.
+            embeddings: of the fields of the samples, and of the events.
+            events: the sequences of the batch, `loka_jax.data.Events`, of one candidate
+                each.
+
+        Raises:
+            ValueError: if sizes do not match, or several events of a sequence are to be
+                predicted.
+        """
+        del dense_features
+        self._check(events)
+        context, fields = embeddings
+        rows, histories = nn.histories_of(
+            events.offsets,
+            events.targets,
+            len(fields),
+            contexts=context.shape[1],
+            candidates=events.candidates,
+        )
+        items = self._items(self._masked(fields, train), train)
+        s = (items + self._features_of(events, has_positions=False))[rows]
+        x = self._tokens(fields[events.targets], context, self.num_embeddings, train)
+        x_sum = self._part(FeatureSummary, 0, num_sums=self.num_sums)(x)
+        taken, sequences = nn.with_leaders(histories.offsets, len(s), self.num_cls)
+        s = jnp.concatenate([x_sum[:, : self.num_cls].reshape(-1, self.dim), s])[taken]
+        for layer in range(self.num_layers):
+            if layer:
+                x_sum = self._part(FeatureSummary, layer, num_sums=self.num_sums)(x)
+            x = self._with_sum(layer, x, s, sequences)
+            x = self._interaction(layer)(x, train=train)
+            longest = self.max_length + self.num_cls
+            s = self._part(SequenceLayer, layer, longest=longest)(s, x_sum, sequences)
+        x = self._with_sum(self.num_layers, x, s, sequences)
+        return self._logits(jax.lax.collapse(x, 1), train)
+
+    @linen.nowrap
+    def _check(self, events: Any) -> None:
+        if events.candidates is None:
+            raise ValueError(
+                "an InterFormer predicts one event of a sequence: set --data.targets "
+                "last."
+            )
+        if self.dim % (2 * self.num_heads):
+            raise ValueError(
+                f"--dim {self.dim} must be a multiple of {2 * self.num_heads}, twice "
+                "--num-heads."
+            )
+        if self.num_cls > self.num_sums:
+            raise ValueError(
+                f"--num-cls {self.num_cls} are the first of --num-sums {self.num_sums}:"
+                " lower it."
+            )
+
+    @linen.nowrap
+    def _masked(self, fields: Float[Array, "C K d"], train: bool) -> Array:
+        """Returns the fields, each number times what all fields make of it."""
+        e = jax.lax.collapse(fields.astype(self.compute_dtype), 1)
+        e = nn.normalize(e, "rms", train=train, name="mask_norm")
+        mask = self._mlp("mask", (e.shape[1],), ends_linear=True)
+        return (e * mask(e, train=train)).reshape(fields.shape)
+
+    @linen.nowrap
+    def _with_sum(
+        self, layer: int, x: Array, s: Array, sequences: nn.Sequences
+    ) -> Float[Array, "B m D"]:
+        """Returns [X; S_sum]."""
+        counts = dict(num_cls=self.num_cls, num_seeds=self.num_seeds)
+        counts |= dict(num_recent=self.num_recent)
+        summary = self._part(SequenceSummary, layer, **counts)
+        return jnp.concatenate([x, summary(s, sequences)], axis=1)
+
+    @linen.nowrap
+    def _part(self, kind: type[Part], layer: int, **sizes: int) -> Any:
+        names = {FeatureSummary: "features", SequenceSummary: "history"}
+        name = f"{names.get(kind, 'sequence')}_{layer}"
+        return kind(num_heads=self.num_heads, **self.options, **sizes, name=name)
+
+    @linen.nowrap
+    def _interaction(self, layer: int) -> DhenLayer:
+        return DhenLayer(
+            **self.options,
+            dot=self.num_embeddings,
+            cross=self.num_embeddings,
+            linear=None,
+            attention=None,
+            ensemble="sum",
+            dot_mlp=self.dot_mlp,
+            cross_rank=self.cross_rank,
+            num_heads=1,
+            dropout_rate=0.0,
+            name=f"interaction_{layer}",
+        )
