@@ -1,6 +1,7 @@
 """Runs on event logs: what users did before an event, in order."""
 
 import dataclasses
+from typing import Any
 
 from experiments.configs.generated import FP8
 from experiments.configs.registry import register
@@ -8,6 +9,7 @@ from loka_jax.data import DataConfig
 from loka_jax.models import Hstu, InterFormer, OneTrans
 from loka_jax.optim import OptimConfig
 from loka_jax.train.config import (
+    Config,
     EmbeddingConfig,
     HstuConfig,
     InterFormerConfig,
@@ -47,47 +49,54 @@ def fp8_hstu() -> HstuConfig:
     )
 
 
-def _sized(name: str, layers: int, dim: int, heads: int, history: int) -> HstuConfig:
-    """Returns a run of a size whose sequences hold so many events and a candidate."""
-    small = fp8_hstu()
+def _sized[C: Config](small: C, name: str, model: Any, batch_size: int = 64) -> C:
+    """Returns a run of a size for a GPU, whose sequences are as long as they may be."""
+    history = model.max_length - 2  # beside the sample and the event to predict
     return dataclasses.replace(
         small,
         name=name,
-        model=small.model.clone(
-            dim=dim,
-            num_layers=layers,
-            num_heads=heads,
-            qk_dim=dim // heads,
-            v_dim=dim // heads,
-            item_mlp=(dim,),
-            head_mlp=(dim,),
-            max_length=history + 2,
-            age_buckets=2048,
-            input_dropout_rate=0.2,
-            layer_dropout_rate=0.1,
-        ),
+        model=model,
         data=dataclasses.replace(small.data, history=history, targets="last"),
-        embedding=EmbeddingConfig(dim=dim, init_stddev=0.05),
+        embedding=EmbeddingConfig(dim=model.dim, init_stddev=0.05),
         optim=OptimConfig(lr=1e-3, rows_lr=0.1, warmup_steps=1000, clip_norm=1.0),
+        loop=dataclasses.replace(small.loop, batch_size=batch_size),
     )
+
+
+def _hstu(name: str, layers: int, dim: int, heads: int, length: int) -> HstuConfig:
+    small = fp8_hstu()
+    model = small.model.clone(
+        dim=dim,
+        num_layers=layers,
+        num_heads=heads,
+        qk_dim=dim // heads,
+        v_dim=dim // heads,
+        item_mlp=(dim,),
+        head_mlp=(dim,),
+        max_length=length,
+        age_buckets=2048,
+        input_dropout_rate=0.2,
+        layer_dropout_rate=0.1,
+    )
+    return _sized(small, name, model)
 
 
 @register
 def fp8_hstu_s() -> HstuConfig:
     """HSTU S in FP8, for a GPU: 3 layers of 256, sequences of 512."""
-    return _sized("fp8_hstu_s", layers=3, dim=256, heads=4, history=510)
+    return _hstu("fp8_hstu_s", layers=3, dim=256, heads=4, length=512)
 
 
 @register
 def fp8_hstu_m() -> HstuConfig:
     """HSTU M in FP8, MLPerf's dense part: 3 layers of 512, sequences of 4,096."""
-    return _sized("fp8_hstu_m", layers=3, dim=512, heads=4, history=4094)
+    return _hstu("fp8_hstu_m", layers=3, dim=512, heads=4, length=4096)
 
 
 @register
 def fp8_hstu_l() -> HstuConfig:
     """HSTU L in FP8: 8 layers of 1,024, sequences of 4,096."""
-    return _sized("fp8_hstu_l", layers=8, dim=1024, heads=4, history=4094)
+    return _hstu("fp8_hstu_l", layers=8, dim=1024, heads=4, length=4096)
 
 
 @register
@@ -144,6 +153,90 @@ def fp8_interformer() -> InterFormerConfig:
         embedding=small.embedding,
         optim=small.optim,
         loop=LoopConfig(batch_size=256, eval_every=400),
+    )
+
+
+def _onetrans(name: str, batch_size: int, **sizes: Any) -> OneTransConfig:
+    small = fp8_onetrans()
+    dim = sizes["dim"]
+    model = small.model.clone(
+        ffn_factor=4, item_mlp=(dim,), head_mlp=(dim,), age_buckets=2048, **sizes
+    )
+    return _sized(small, name, model, batch_size)
+
+
+@register
+def fp8_onetrans_m() -> OneTransConfig:
+    """OneTrans_S of its paper in FP8, for a GPU: 6 layers of 256, 1,190 events."""
+    return _onetrans(
+        "fp8_onetrans_m",
+        batch_size=256,
+        dim=256,
+        num_layers=6,
+        num_heads=4,
+        num_tokens=12,
+        max_length=1192,
+        pyramid=(1184, 960, 704, 480, 256),
+    )
+
+
+@register
+def fp8_onetrans_l() -> OneTransConfig:
+    """OneTrans_L of its paper in FP8, for a GPU: 8 layers of 384, 1,500 events."""
+    return _onetrans(
+        "fp8_onetrans_l",
+        batch_size=128,
+        dim=384,
+        num_layers=8,
+        num_heads=3,
+        num_tokens=16,
+        max_length=1502,
+        pyramid=(1500, 1280, 1088, 864, 640, 448, 224),
+    )
+
+
+def _interformer(name: str, **sizes: Any) -> InterFormerConfig:
+    small = fp8_interformer()
+    model = small.model.clone(
+        num_cls=4,
+        num_seeds=2,
+        num_recent=2,
+        item_mlp=(sizes["dim"],),
+        cross_rank=512,
+        head_mlp=(1024, 512, 256, 128),
+        age_buckets=2048,
+        **sizes,
+    )
+    return _sized(small, name, model, batch_size=4096)
+
+
+@register
+def fp8_interformer_m() -> InterFormerConfig:
+    """InterFormer M in FP8, for a GPU: 2 layers of 128, 124 events."""
+    return _interformer(
+        "fp8_interformer_m",
+        dim=128,
+        num_layers=2,
+        num_heads=1,
+        num_embeddings=32,
+        num_sums=4,
+        dot_mlp=(1024,),
+        max_length=126,
+    )
+
+
+@register
+def fp8_interformer_l() -> InterFormerConfig:
+    """InterFormer L in FP8, for a GPU: 3 layers of 256, 252 events."""
+    return _interformer(
+        "fp8_interformer_l",
+        dim=256,
+        num_layers=3,
+        num_heads=2,
+        num_embeddings=64,
+        num_sums=8,
+        dot_mlp=(2048,),
+        max_length=254,
     )
 
 

@@ -1,22 +1,23 @@
-"""InterFormer (Zeng et al., arXiv 2411.09852): features and a history learn of each other.
+"""InterFormer (Zeng et al., arXiv 2411.09852): features and a history in exchange.
 
-    X       = split(tokens([e_1; ...; e_{P + K}]))         [B, n, D]   of an event to predict
-    S       = [CLS; items]                                 [R, D]      rows of its history
-    items_c = lce(e * mask(e)) + features_c                of fields e = [e_1; ...; e_K]
+    X       = split(tokens([e_1; ...; e_{P + K}]))         [B, n, D]    of an event
+    S       = [CLS; items]                                 [R, D]       of its history
+    items_c = lce(e * mask(e)) + features_c                e = [e_1; ...; e_K]
 
     X_sum   = gate(W^T X)                                  [B, n_sum, D]
-    S_sum   = gate(norm([CLS; PMA(S); newest rows of S]))  [B, n_S, D]
+    S_sum   = gate([CLS; PMA(S); newest rows of S])        [B, n_S, D]
     X'      = interaction([X; S_sum])                      a layer of DHEN
     Z       = S + PFFN(X_sum, norm(S))                     PFFN(X_sum, s) = X_sum^T W s
     S'      = Z + MHA(norm(Z))
     logit   = head(head_mlp(flat [X_L; S_sum of S_L]))
 
-    gate(Y) = act(Y * (W Y))
+    gate(Y) = act(Z * (W Z)), Z = norm(Y)
 
-CLS are the first of the first X_sum. The weight of the PFFN, X_sum^T W, is of a history
-and the event, and has the rank n_sum: it is not made. MHA is softmax attention of all
-rows of a history with rotary embedding, whose places count from the end; PMA is that of
-learned queries. As the event changes the rows of its history, events do not share one.
+CLS are the first of the first X_sum. The weight X_sum^T W of a PFFN is one of the event
+and its sample; it has the rank n_sum, and is not made. MHA is softmax attention of all
+rows of a history with rotary embedding, in which places count from the end; PMA is that
+of learned queries. As an event changes the rows of its history, no two share one. (The
+paper does not say where it has norms and sums with the input.)
 
 `EventModel` tells what is added to events. R is the number of rows of all sequences of
 a batch, B that of sequences, K of fields of an event, P of fields of a sample, C of
@@ -119,7 +120,7 @@ class SequenceSummary(Part, kw_only=True):
     def __call__(
         self, s: Float[Array, "R D"], sequences: nn.Sequences
     ) -> Float[Array, "B n_S D"]:
-        """Returns the summary of each sequence, zeros for rows that it does not have."""
+        """Returns the summary of each sequence, of zeros for rows that it lacks."""
         shared = dict(num_heads=self.num_heads, **self.options)
         cls = sequences.oldest(s, self.num_cls)
         pooled = Mha(seeds=self.num_seeds, **shared, name="pma")(s, sequences)

@@ -136,14 +136,14 @@ class Sequences(NamedTuple):
         Args:
             after: rows at the start of a sequence that are not taken.
         """
-        age = jnp.arange(count)
+        age = jnp.arange(count)[None, :]
         rows = x[jnp.maximum(self.offsets[1:, None] - 1 - age, 0)]
         is_row = age < self.lengths[:, None] - after
         return jnp.where(is_row[..., None], rows, 0)
 
     def oldest(self, x: Float[Array, "R D"], count: int) -> Float[Array, "B n D"]:
         """Returns the first rows of each sequence, or zeros; see `flat`."""
-        place = jnp.arange(count)
+        place = jnp.arange(count)[None, :]
         rows = x[jnp.minimum(self.offsets[:-1, None] + place, len(x) - 1)]
         return jnp.where((place < self.lengths[:, None])[..., None], rows, 0)
 

@@ -73,8 +73,9 @@ def rotated(
         Su et al., RoFormer, arXiv 2104.09864.
     """
     half = x.shape[2] // 2
-    speeds = 1e4 ** -(jnp.arange(half) / half)
-    angles = (positions[:, None] * speeds)[:, None, :]
+    speeds = 1e4 ** -(jnp.arange(half, dtype=jnp.float32) / half)
+    places = positions.astype(jnp.float32)[:, None]
+    angles = (places * speeds[None, :])[:, None, :]
     sines, cosines = jnp.sin(angles), jnp.cos(angles)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=2)
     turned = a * cosines - b * sines, a * sines + b * cosines

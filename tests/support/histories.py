@@ -85,6 +85,53 @@ def apply(model, params, *args):
     return model.apply({"params": params}, *args)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _both_ways(model, weights, params, rows, dense_features, given):
+    """Returns logits, and the gradients of their weighted sum."""
+
+    def loss(params, rows):
+        logits = model.apply({"params": params}, dense_features, rows, given)
+        return jnp.sum(jnp.where(REAL[:, None], logits * weights, 0)), logits
+
+    grads, logits = jax.grad(loss, (0, 1), has_aux=True)(params, rows)
+    return logits, {**grads[0], "rows": grads[1]}
+
+
+def assert_follows(equations, model, changed=lambda given: given):
+    """Asserts that a model has the logits and gradients of equations in numpy.
+
+    Gradients are compared in a random direction for each part of the parameters, and
+    for the embeddings.
+
+    Args:
+        equations: from model, parameters, embeddings and events to the logits of the
+            sequences that have events.
+        changed: from events to events.
+    """
+    dense_features, rows, given = inputs()
+    given = changed(given)
+    params = initialized(model, dense_features, rows, given)
+    draws = np.random.default_rng(5)
+    weights = draws.normal(size=(B, TASKS)).astype(np.float32)
+    logits, grads = _both_ways(model, weights, params, rows, dense_features, given)
+
+    def reference(changes=None, size=0.0):
+        values = jax.tree.map(np.float64, {**params, "rows": rows})
+        for name, change in (changes or {}).items():
+            add = lambda x, y: x + size * y  # noqa: E731
+            values[name] = jax.tree.map(add, values[name], change)
+        return equations(model, values, values["rows"], given)
+
+    assert logits.shape == (B, TASKS)
+    np.testing.assert_allclose(logits[REAL], reference(), rtol=2e-4, atol=2e-4)
+    for name, own in grads.items():
+        change = jax.tree.map(lambda x: draws.normal(size=x.shape), own)
+        found = sum(map(np.vdot, jax.tree.leaves(own), jax.tree.leaves(change)))
+        ahead, behind = (reference({name: change}, size) for size in (1e-6, -1e-6))
+        slope = np.sum(weights[REAL] * (ahead - behind)) / 2e-6
+        np.testing.assert_allclose(found, slope, rtol=2e-3, atol=2e-3, err_msg=name)
+
+
 def assert_candidates_are_alone(model):
     """Asserts that each candidate of a history has the logits that it has alone."""
     _, rows, several = inputs(candidates=3, lengths=(6, 0, 0))

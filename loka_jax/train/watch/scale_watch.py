@@ -12,7 +12,7 @@ step waits for it: looks are read where a log line or a checkpoint waits anyway.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -152,11 +152,26 @@ def take_look(
 ) -> Look:
     """Returns a look at the newest steps, without waiting for the device.
 
-    `recipes` may have more sites than `sites`, those with delayed scales.
+    `recipes` may have more sites than `sites`, those with delayed scales. A site that
+    `vmap` made several of is one for each of them, `path[0]` and so on.
     """
-    recipes, tables = {path: recipes[path] for path in sites}, list(sites.values())
-    measured = _measure(tables, dense, skipped, recipes=tuple(recipes.values()))
-    return Look(step, position, recipes, *measured)
+    own, states = {}, []
+    for path in sites:
+        for name, state in _each(path, sites[path]):
+            own[name] = recipes[path]
+            states.append(state)
+    measured = _measure(states, dense, skipped, recipes=tuple(own.values()))
+    return Look(step, position, own, *measured)
+
+
+def _each(path: str, state: DelayedScaling) -> Iterator[tuple[str, DelayedScaling]]:
+    """Yields the states of a site, of which `vmap` makes several, and their names."""
+    table = state.table
+    if table.ndim == 2:
+        yield path, state
+        return
+    for number, own in enumerate(table.reshape(-1, *table.shape[-2:])):
+        yield f"{path}[{number}]", DelayedScaling(own)
 
 
 def find(

@@ -18,15 +18,13 @@ from loka_jax.train.config import (
 from tests.support.histories import (
     REAL,
     TASKS,
-    B,
     C,
     P,
-    apply,
     assert_candidates_are_alone,
+    assert_follows,
     assert_later_rows_change_nothing,
     dense,
     features_of,
-    initialized,
     inputs,
 )
 from tests.support.nn import listed
@@ -93,7 +91,7 @@ def layer(x, params, kept):
 
 
 def equations(model, params, rows, given):
-    context, fields = (np.asarray(x) for x in rows)
+    context, fields = rows
     mlp = params["item_mlp"]
     items = np.maximum(dense(fields.reshape(C, -1), mlp["dense_0"]), 0)
     features = features_of(model, params, given)
@@ -113,13 +111,8 @@ def equations(model, params, rows, given):
 
 
 @pytest.mark.parametrize("pyramid", [(), (3,)])
-def test_the_model_follows_its_equations(pyramid):
-    args, model = inputs(), MODEL.clone(pyramid=pyramid)
-    params = initialized(model, *args)
-    logits = apply(model, params, *args)
-    expected = equations(model, jax.tree.map(np.float64, params), *args[1:])
-    assert logits.shape == (B, TASKS)
-    np.testing.assert_allclose(logits[REAL], expected, rtol=2e-4, atol=2e-4)
+def test_the_model_and_its_gradients_follow_its_equations(pyramid):
+    assert_follows(equations, MODEL.clone(pyramid=pyramid))
 
 
 def test_candidates_of_one_history_are_scored_as_if_each_were_alone():

@@ -11,7 +11,12 @@ import numpy as np
 from loka_jax import jsonfile
 from loka_jax.data import Batch, Position, Schema
 from loka_jax.recipe import get_recipe
-from loka_jax.scaling import init_delayed, smallest_ratio, update_delayed
+from loka_jax.scaling import (
+    DelayedScaling,
+    init_delayed,
+    smallest_ratio,
+    update_delayed,
+)
 from loka_jax.train.watch.scale_watch import (
     LOOK_STEPS,
     Finding,
@@ -87,6 +92,19 @@ def test_an_outlier_is_named_with_its_column_by_one_look():
         (text,) = warned(look(with_outlier(16 - age)))
         assert text.startswith(f"step {16 - age}: ")
     assert warned(look(with_outlier(16 - LOOK_STEPS))) == ()
+
+
+def test_of_several_sites_of_a_vmap_the_one_is_named():
+    calm, loud = (
+        after(np.float32([amaxes] * 3).T, RECIPE).table
+        for amaxes in ([1.0] * 16, with_outlier(12))
+    )
+    sites = {"tokens": DelayedScaling(jnp.stack([calm, loud, calm]))}
+    how = dict(step=16, position=Position(3, 1, 0), skipped=jnp.asarray(0))
+    seen = take_look(sites, {"tokens": RECIPE}, jnp.ones((1, 2)), **how)
+    (text,) = warned(seen)
+    assert "step 12: tokens[1]/lhs was clipped" in text
+    assert "tokens[0]" not in text and "tokens[2]" not in text
 
 
 def test_an_operand_and_column_are_named_once():
