@@ -106,21 +106,23 @@ def fp8_onetrans() -> OneTransConfig:
     return OneTransConfig(
         name="fp8_onetrans",
         model=OneTrans(
-            dim=64,
+            dim=32,
             num_layers=2,
             num_heads=2,
             num_tokens=2,
             ffn_factor=2,
-            item_mlp=(64,),
+            item_mlp=(),
             head_mlp=(64,),
-            max_length=136,
+            max_length=34,
             age_buckets=256,
             recipe=FP8,
         ),
-        data=dataclasses.replace(small.data, examples=500_000),
+        data=dataclasses.replace(
+            small.data, examples=250_000, eval_examples=32_768, history=16
+        ),
         embedding=small.embedding,
         optim=small.optim,
-        loop=small.loop,
+        loop=LoopConfig(batch_size=128, eval_every=131),
     )
 
 

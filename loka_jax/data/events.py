@@ -148,7 +148,9 @@ class EventDataset(Dataset):
             is_own = log.split[rows.event] == self._split
             is_target = rows.is_candidate & is_own
             is_target &= rows.event >= anchors[rows.sequence]
-        capacity = min(size for size in sizes if size >= len(rows.event))
+        # As if the last batch of an epoch were full: it needs no program of its own.
+        full = len(rows.event) * len(is_real) // max(int(is_real.sum()), 1)
+        capacity = min(size for size in sizes if size >= min(full, most))
         shape = Shape(capacity, batch_size, layout.targets(batch_size, capacity))
         targets = np.flatnonzero(is_target)
         arrays = arrays_of(log, layout, sequences, rows, targets=targets, shape=shape)
