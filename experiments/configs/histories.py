@@ -134,7 +134,7 @@ def fp8_interformer() -> InterFormerConfig:
         name="fp8_interformer",
         model=InterFormer(
             dim=32,
-            num_layers=2,
+            num_layers=1,
             num_heads=2,
             num_embeddings=4,
             num_sums=2,
@@ -150,11 +150,15 @@ def fp8_interformer() -> InterFormerConfig:
             recipe=FP8,
         ),
         data=dataclasses.replace(
-            small.data, examples=200_000, history=16, targets="last"
+            small.data,
+            examples=98_304,
+            eval_examples=32_768,
+            history=16,
+            targets="last",
         ),
         embedding=small.embedding,
-        optim=small.optim,
-        loop=LoopConfig(batch_size=256, eval_every=400),
+        optim=dataclasses.replace(small.optim, lr=6e-3),
+        loop=LoopConfig(batch_size=256, eval_every=192),
     )
 
 

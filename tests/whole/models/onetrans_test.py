@@ -1,20 +1,11 @@
 """OneTrans against its equations in numpy; candidates, the pyramid, and its sites."""
 
-import re
-
 import jax
 import numpy as np
 import pytest
 
-from loka_jax.data import DataConfig
 from loka_jax.models import OneTrans
-from loka_jax.optim import OptimConfig
-from loka_jax.train.config import (
-    EmbeddingConfig,
-    LoopConfig,
-    OneTransConfig,
-    RunOptions,
-)
+from tests.support.event_runs import assert_order_is_learned
 from tests.support.histories import (
     REAL,
     TASKS,
@@ -28,7 +19,6 @@ from tests.support.histories import (
     inputs,
 )
 from tests.support.nn import listed
-from tests.support.train import train
 
 D, L, HEADS = 16, 3, 2
 MODEL = OneTrans(
@@ -147,37 +137,17 @@ def test_every_product_is_a_site():
 
 
 def test_the_order_of_a_history_is_learned(tmp_path):
-    """A bag of events cannot reach the NE of a run in FP8."""
-    config = OneTransConfig(
-        name="order",
-        model=OneTrans(
-            dim=16,
-            num_layers=1,
-            num_heads=1,
-            num_tokens=2,
-            ffn_factor=2,
-            item_mlp=(),
-            head_mlp=(32,),
-            max_length=18,
-            age_buckets=8,
-            recipe="fp8_tensorwise",
-        ),
-        data=DataConfig(
-            kind="events",
-            examples=30_000,
-            eval_examples=4096,
-            rows=(3, 5),
-            signal=3.0,
-            history=8,
-            targets="all",
-        ),
-        embedding=EmbeddingConfig(dim=16, init_stddev=0.1),
-        optim=OptimConfig(lr=0.02, rows_lr=0.3, warmup_steps=16, decay="linear"),
-        loop=LoopConfig(batch_size=64),
-        run=RunOptions(workdir=tmp_path),
+    model = OneTrans(
+        dim=16,
+        num_layers=1,
+        num_heads=1,
+        num_tokens=2,
+        ffn_factor=2,
+        item_mlp=(),
+        head_mlp=(32,),
+        max_length=18,
+        age_buckets=8,
+        recipe="fp8_tensorwise",
     )
-    code, said = train(config)
-    best = float(re.findall(r"([0-9.]+) with a bag", said)[0])
-    found = float(re.findall(r"test: .* NE ([0-9.]+)", said)[0])
-    assert code == 0 and "sites in FP8" in said
-    assert found < best - 0.05
+    data = dict(examples=30_000, history=8, targets="all")
+    assert_order_is_learned(model, tmp_path, batch_size=64, **data)

@@ -11,6 +11,7 @@ from pyarrow import csv, parquet
 import loka_jax
 from loka_jax.data import DataConfig
 from loka_jax.export import export_run, loader
+from loka_jax.models import InterFormer, OneTrans
 from loka_jax.predict import evaluate_files, score_file
 from loka_jax.train.scores import read_scores
 from tests.support import train as support
@@ -19,6 +20,10 @@ from tests.whole.train import events_test as runs
 
 USERS, EVENTS = 9, 12
 MODEL = runs.MODEL.clone(recipe="f32", max_length=16, window=5, layer_dropout_rate=0.0)
+SMALL = dict(dim=16, num_heads=1, item_mlp=(), head_mlp=(16,), age_buckets=8)
+SMALL |= dict(max_length=16, recipe="f32")
+ONETRANS = OneTrans(num_layers=2, num_tokens=2, **SMALL)
+INTERFORMER = InterFormer(num_layers=1, dot_mlp=(8,), cross_rank=4, **SMALL)
 
 
 def write(path, events):
@@ -27,10 +32,21 @@ def write(path, events):
     return path
 
 
-@pytest.fixture(scope="module", params=["last", "all"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("last", MODEL),
+        ("all", MODEL),
+        ("last", ONETRANS.clone(pyramid=(4,))),
+        ("all", ONETRANS),
+        ("last", INTERFORMER),
+    ],
+    ids=lambda x: f"{x[0]}-{type(x[1]).__name__}",
+)
 def trained(request, tmp_path_factory):
     """A run; its events and the last ones of each user, on which it was evaluated."""
-    folder = tmp_path_factory.mktemp(request.param)
+    targets, model = request.param
+    folder = tmp_path_factory.mktemp(targets)
     draw = np.random.default_rng(0)
     events = [
         (u, 10 * t, *draw.integers(0, (5, 2)))
@@ -48,9 +64,9 @@ def trained(request, tmp_path_factory):
         user="user",
         time="when",
         history=7,
-        targets=request.param,
+        targets=targets,
     )
-    own = runs.config(folder / "run", data=data, model=MODEL, eval_every=None)
+    own = runs.config(folder / "run", data=data, model=model, eval_every=None)
     # Places that a window or a history of another length changes are not learned.
     assert support.train(dataclasses.replace(own, seed=3))[0] == 0
     return folder, past, last

@@ -20,11 +20,12 @@ from loka_jax.models import Hstu
 from loka_jax.ops import jagged_attention as ops
 from loka_jax.pallas import jagged_attention as kernels
 from loka_jax.train.build import build
-from loka_jax.train.config import EmbeddingConfig, HstuConfig, LoopConfig, RunOptions
+from loka_jax.train.config import EmbeddingConfig, LoopConfig, RunOptions
 from loka_jax.train.loop_options import DispatchOptions, ProbeOptions
 from loka_jax.xla import jagged_attention as xla
 from tests.support import train as support
 from tests.support.dispatch import LIMIT, errors
+from tests.support.event_runs import config_of
 from tests.support.train import lines, train
 
 LOG = DataConfig(
@@ -53,9 +54,9 @@ MODEL = Hstu(
 
 def config(workdir, *, resume=False, data=LOG, model=MODEL, **loop):
     loop = {"batch_size": 32, "eval_every": 3, "log_every": 2, "save_every": 4} | loop
-    return HstuConfig(
+    return config_of(
+        model,
         name="events",
-        model=model,
         data=data,
         embedding=EmbeddingConfig(dim=16),
         optim=support.OPTIM,
