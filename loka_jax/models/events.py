@@ -44,8 +44,6 @@ class EventModel(RankingModel):
         num_layers: number of layers.
         num_heads: heads of a layer's attention.
         item_mlp: widths of the MLP of an event's fields before its last layer.
-        token_mlp: widths of the MLP of a candidate's fields before its last layer,
-            where a model makes tokens of them.
         head_mlp: widths of the MLP before the head.
         max_length: the most rows of a sequence.
         age_buckets: number of buckets of ages.
@@ -75,13 +73,19 @@ class EventModel(RankingModel):
 
     @linen.nowrap
     def _tokens(
-        self, fields: Array, context: Array, count: int, train: bool
+        self, known: tuple[Array, ...], count: int, hidden: tuple[int, ...], train: bool
     ) -> Float[Array, "N n D"]:
-        """Returns so many vectors of the fields of candidates and of their samples."""
-        known = jnp.concatenate([fields, context], axis=1).astype(self.compute_dtype)
-        widths = *self.token_mlp, count * self.dim
-        mlp = self._mlp("tokens", widths, ends_linear=True)
-        made = mlp(jax.lax.collapse(known, 1), train=train)
+        """Returns so many vectors of all that is known of candidates.
+
+        Args:
+            known: their fields, and those of their samples.
+            count: n.
+            hidden: widths of the MLP before its last layer.
+            train: as of the model.
+        """
+        fields = jnp.concatenate(known, axis=1).astype(self.compute_dtype)
+        mlp = self._mlp("tokens", (*hidden, count * self.dim), ends_linear=True)
+        made = mlp(jax.lax.collapse(fields, 1), train=train)
         return made.reshape(-1, count, self.dim)
 
     @linen.nowrap

@@ -148,7 +148,9 @@ class SequenceLayer(Part, kw_only=True):
         ws = self._dense("pffn", x_sum.shape[1])(self._rms("pffn_norm", s))
         ws = sequences.oldest(ws, self.longest)  # [B, T, n_sum]
         by_sample = nn.Fp8DotGeneral(self.recipe, name="pffn_sample")
-        z = s + sequences.flat(by_sample(ws, x_sum, (((2,), (1,)), ((0,), (0,)))))
+        dims, exact = (((2,), (1,)), ((0,), (0,))), jax.lax.Precision.HIGHEST
+        precision = exact if s.dtype == jnp.float32 else None  # TF32 on GPUs
+        z = s + sequences.flat(by_sample(ws, x_sum, dims, precision))
         attend = Mha(num_heads=self.num_heads, **self.options, name="attention")
         return z + attend(self._rms("attention_norm", z), sequences)
 
@@ -212,7 +214,8 @@ class InterFormer(EventModel):
         )
         items = self._items(self._masked(fields, train), train)
         s = (items + self._features_of(events, has_positions=False))[rows]
-        x = self._tokens(fields[events.targets], context, self.num_embeddings, train)
+        known = fields[events.targets], context
+        x = self._tokens(known, self.num_embeddings, self.token_mlp, train)
         x_sum = self._part(FeatureSummary, 0, num_sums=self.num_sums)(x)
         taken, sequences = nn.with_leaders(histories.offsets, len(s), self.num_cls)
         s = jnp.concatenate([x_sum[:, : self.num_cls].reshape(-1, self.dim), s])[taken]

@@ -158,7 +158,7 @@ class OneTrans(EventModel):
             candidates=events.candidates,
         )
         known = fields[events.targets], context[histories.of]
-        tokens = self._tokens(*known, self.num_tokens, train)
+        tokens = self._tokens(known, self.num_tokens, self.token_mlp, train)
         tokens += features[events.targets][:, None]
         x = (self._items(fields, train) + features)[rows], tokens
         kept = *(self.pyramid or (None,) * (self.num_layers - 1)), 0

@@ -283,8 +283,9 @@ def load(
 
 def _shapes(layout: Layout, batch_size: int) -> list[Shape]:
     """Returns the shapes of batches of candidates, in rising order."""
-    rows = ladder(batch_size * layout.longest + MOST_CANDIDATES)
-    return [Shape(count, batch_size, MOST_CANDIDATES) for count in reversed(rows)]
+    most = batch_size if layout.one_candidate else MOST_CANDIDATES
+    rows = ladder(batch_size * layout.longest + most)
+    return [Shape(count, batch_size, most) for count in reversed(rows)]
 
 
 def _one_ahead[T](launched: Iterable[T]) -> Iterator[T]:

@@ -3,6 +3,8 @@
 from tests.drills.mistakes import Mistake
 
 EVENTS = "loka_jax/data/events.py"
+HISTORIES = "loka_jax/nn/histories.py"
+INTERFORMER = "loka_jax/models/interformer.py"
 JAGGED = "loka_jax/jagged.py"
 SEQUENCES = "loka_jax/data/sequences.py"
 
@@ -135,9 +137,30 @@ MISTAKES = [
     ),
     Mistake(
         "tokens see the row of the event that they predict",
-        "loka_jax/nn/histories.py",
+        HISTORIES,
         "    end = jnp.where(is_target, reach, num_rows)\n",
         "    end = jnp.where(is_target, reach + 1, num_rows)\n",
         "whole/models/onetrans_test.py",
+    ),
+    Mistake(
+        "keys of a history are not turned by their places",
+        INTERFORMER,
+        "        k = nn.rotated(k, places)\n",
+        "",
+        "whole/models/interformer_test.py",
+    ),
+    Mistake(
+        "a short history has its summary of features as its newest rows",
+        HISTORIES,
+        "age < self.lengths[:, None] - after\n",
+        "age < self.lengths[:, None]\n",
+        "whole/models/interformer_test.py",
+    ),
+    Mistake(
+        "candidates that change the rows of their history share it",
+        SEQUENCES,
+        "    most = 1 if layout.one_candidate else most\n",
+        "",
+        "unit/data/candidates_test.py",
     ),
 ]

@@ -108,6 +108,13 @@ def test_more_candidates_than_a_batch_takes_are_of_several():
     assert [len(own) for _, own in batches_of(users, LAST, 4)] == [*(4, 4, 1)]
 
 
+def test_each_candidate_has_a_history_of_its_own_if_it_changes_its_rows():
+    rows = found(LAST._replace(one_candidate=True))
+    assert rows.keys() == {90, 91, 93, 92, 94}
+    (first, one), (second, other) = rows[90], rows[91]
+    assert one == other == 1 and len(first) == 6 and first[:-1] == second[:-1]
+
+
 def test_known_events_are_judged_on_those_before_them():
     known = RECORDS[~are_candidates(RECORDS)]
     ((batch, own),) = batches_of(known, LAST, known=known)

@@ -191,6 +191,14 @@ def test_capacities_are_few_and_hold_what_they_must():
     assert capacities(LAST._replace(limit=300), 1000)[0] == 384
 
 
+def test_the_last_batch_of_an_epoch_has_the_rows_of_a_full_one():
+    layout = LAST._replace(history=50)
+    data = dataset(layout, users=(200,), shuffled=False, split=1)
+    batches = [data.batch(Position(0, i, 0), 64, shuffle=False) for i in range(2)]
+    assert [int((x.weights > 0).sum()) for x in batches] == [64, 36]
+    assert len({len(x.events.ages) for x in batches}) == 1
+
+
 def test_what_does_not_fit_is_cut_from_the_oldest_events_of_the_longest_and_counted():
     layout = LAST._replace(history=200, limit=384)
     data = dataset(layout, users=(150,), shuffled=False, split=1)

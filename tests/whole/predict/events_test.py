@@ -159,7 +159,9 @@ def exported(trained, tmp_path_factory):
 def test_an_exported_model_has_the_scores_of_the_run(trained, exported):
     folder, past, last = trained
     model, found = exported
-    assert found.differences == {16: 0.0, 128: 0.0}
+    # Programs may sum in another order.
+    assert found.differences.keys() == {16, 128}
+    assert max(found.differences.values()) < 1e-6
     new = [*last, *((0, 500, item, 0) for item in range(5)), (77, 3, 1, 0)]
     rows = table(past[::-1], new)  # the last user is new
     lists = {name: values.to_pylist() for name, values in rows.items()}
