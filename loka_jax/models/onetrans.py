@@ -143,8 +143,8 @@ class OneTrans(EventModel):
             events: the sequences of the batch, `loka_jax.data.Events`.
 
         Raises:
-            ValueError: if the pyramid has another number of layers, or leaves out
-                events that are to be predicted.
+            ValueError: if heads do not divide D, or the pyramid has another number of
+                layers, or leaves out events that are to be predicted.
         """
         del dense_features
         self._check(events)
@@ -169,6 +169,10 @@ class OneTrans(EventModel):
 
     @linen.nowrap
     def _check(self, events: Any) -> None:
+        if self.dim % self.num_heads:
+            raise ValueError(
+                f"--dim {self.dim} must be a multiple of --num-heads {self.num_heads}."
+            )
         layers = self.num_layers - 1
         if self.pyramid and len(self.pyramid) != layers:
             raise ValueError(

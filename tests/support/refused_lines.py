@@ -60,6 +60,7 @@ MISTAKES = {
         "loka train --config fp8_dcnv2 --norm layers",
         "loka train --config fp8_dcnv2 --norm layer rms",
         "loka train --config fp8_dcnv2 --recipe fp8_rowise",
+        "loka train --config fp8_interformer --num-heads 3",
         "loka train --config fp8_dcnv2 --plan table.json",
         "loka train --config fp8_dcnv2 --metrics f1=own:f2",
         "loka tune --config fp8_dcnv2 --table clicks.csv",

@@ -113,8 +113,10 @@ def test_among_targets_a_later_row_changes_no_earlier_logit():
     assert_later_rows_change_nothing(MODEL)
 
 
-def test_a_pyramid_that_does_not_fit_is_refused():
+def test_sizes_that_do_not_fit_are_refused():
     args = inputs()
+    with pytest.raises(ValueError, match="a multiple of --num-heads 3"):
+        jax.eval_shape(MODEL.clone(num_heads=3).init, jax.random.key(0), *args)
     with pytest.raises(ValueError, match="must name 1 numbers of rows"):
         jax.eval_shape(MODEL.clone(pyramid=(3, 2)).init, jax.random.key(0), *args)
     args = (*args[:2], args[2]._replace(candidates=None))
