@@ -42,6 +42,11 @@ class Part(ModelPart, kw_only=True):
 
     num_heads: int
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that parts of this one have, too."""
+        return super().options | {"num_heads": self.num_heads}
+
     @linen.nowrap
     def _dense(self, name: str, features: int) -> nn.Dense:
         return nn.Dense(features, self.recipe, self.bias, name=name)
@@ -121,9 +126,8 @@ class SequenceSummary(Part, kw_only=True):
         self, s: Float[Array, "R D"], sequences: nn.Sequences
     ) -> Float[Array, "B n_S D"]:
         """Returns the summary of each sequence, of zeros for rows that it lacks."""
-        shared = dict(num_heads=self.num_heads, **self.options)
         cls = sequences.oldest(s, self.num_cls)
-        pooled = Mha(seeds=self.num_seeds, **shared, name="pma")(s, sequences)
+        pooled = Mha(seeds=self.num_seeds, **self.options, name="pma")(s, sequences)
         recent = sequences.newest(s, self.num_recent, after=self.num_cls)
         return self._gate(jnp.concatenate([cls, pooled, recent], axis=1))
 
@@ -151,7 +155,7 @@ class SequenceLayer(Part, kw_only=True):
         dims, exact = (((2,), (1,)), ((0,), (0,))), jax.lax.Precision.HIGHEST
         precision = exact if s.dtype == jnp.float32 else None  # TF32 on GPUs
         z = s + sequences.flat(by_sample(ws, x_sum, dims, precision))
-        attend = Mha(num_heads=self.num_heads, **self.options, name="attention")
+        attend = Mha(**self.options, name="attention")
         return z + attend(self._rms("attention_norm", z), sequences)
 
 
@@ -260,13 +264,17 @@ class InterFormer(EventModel):
         self, layer: int, x: Array, s: Array, sequences: nn.Sequences
     ) -> Float[Array, "B m D"]:
         """Returns [X; S_sum]."""
-        counts = dict(num_cls=self.num_cls, num_seeds=self.num_seeds)
-        counts |= dict(num_recent=self.num_recent)
-        summary = self._part(SequenceSummary, layer, **counts)
+        summary = self._part(
+            SequenceSummary,
+            layer,
+            num_cls=self.num_cls,
+            num_seeds=self.num_seeds,
+            num_recent=self.num_recent,
+        )
         return jnp.concatenate([x, summary(s, sequences)], axis=1)
 
     @linen.nowrap
-    def _part(self, kind: type[Part], layer: int, **sizes: int) -> Any:
+    def _part(self, kind: type[Part], layer: int, **sizes: Any) -> Any:
         names = {FeatureSummary: "features", SequenceSummary: "history"}
         name = f"{names.get(kind, 'sequence')}_{layer}"
         return kind(num_heads=self.num_heads, **self.options, **sizes, name=name)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +21,9 @@ from tests.whole.train import events_test as runs
 
 USERS, EVENTS = 9, 12
 MODEL = runs.MODEL.clone(recipe="f32", max_length=16, window=5, layer_dropout_rate=0.0)
-SMALL = dict(dim=16, num_heads=1, item_mlp=(), head_mlp=(16,), age_buckets=8)
+SMALL: dict[str, Any] = dict(
+    dim=16, num_heads=1, item_mlp=(), head_mlp=(16,), age_buckets=8
+)
 SMALL |= dict(max_length=16, recipe="f32")
 ONETRANS = OneTrans(num_layers=2, num_tokens=2, **SMALL)
 INTERFORMER = InterFormer(num_layers=1, dot_mlp=(8,), cross_rank=4, **SMALL)
