@@ -41,7 +41,7 @@ def asked(batch_size=128, encoding=None, data=CLICKS, **options):
         seen.open_run.return_value.saved.meta = meta
         loop = SimpleNamespace(batch_size=batch_size)
         for run in (seen.open_run.return_value, seen.read_trained.return_value):
-            run.config = SimpleNamespace(data=data, loop=loop)
+            run.config = SimpleNamespace(data=data, loop=loop, model=None)
         seen.plan_of.side_effect = lambda plan, *_: plan
         seen.write_model.side_effect = lambda _, __, forms, *___, **____: [*forms]
         export_run("run", "model", **options)
