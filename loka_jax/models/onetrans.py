@@ -28,7 +28,7 @@ from loka_jax import nn
 from loka_jax.models.events import EventModel
 from loka_jax.models.ranking import ModelPart
 
-type Mixed = tuple[Float[Array, "C _"], Float[Array, "N L _"]]  # rows and tokens
+type Mixed = tuple[Float[Array, "_ _"], Float[Array, "N L _"]]  # rows and tokens
 
 
 class OneTransLayer(ModelPart, kw_only=True):
