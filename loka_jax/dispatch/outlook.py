@@ -42,7 +42,7 @@ _STEP_SECONDS_A_SITE, _EVALUATION_SECONDS_A_SITE = 0.9, 0.2
 # A check of kernels: processes start, and 14 kernels took 40 s, four at a time.
 _CHECK_SECONDS, _CHECK_SECONDS_A_KERNEL = 12.0, 2.0
 # A training step over its sites: Wukong M's took 22 and 15 ms.
-_STEP_OVER_SITES = 1.5
+STEP_OVER_SITES = 1.5
 
 # From sites, what is known of the times and, if they are not the table's, errors.
 type MakePlan = Callable[..., DispatchPlan]
@@ -237,5 +237,5 @@ def steps_meanwhile(
     seconds: float,
 ) -> int:
     """Returns the steps by a plan that take some seconds."""
-    step_us = _STEP_OVER_SITES * sites_us(plan, sites, performance)
+    step_us = STEP_OVER_SITES * sites_us(plan, sites, performance)
     return math.ceil(seconds * 1e6 / step_us)

@@ -26,6 +26,7 @@ train
 survey predict
 export
 fitting
+search
 """
 TRAIN = """
 processes tables metrics baselines calibration

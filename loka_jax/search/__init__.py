@@ -1,0 +1,1 @@
+"""The fastest configuration of a run, found by few trials and what they teach."""

@@ -1,0 +1,134 @@
+"""The time of a step and its memory, as the mesh planner and Dispatch predict them.
+
+    dense     the sites by Dispatch's times, where it has any; else by their sizes
+    rows ...  lookups, updates, exchanges and sums, by the mesh planner
+    host      what a step waits for the host, by its share of a call
+
+Real steps differ: what is learned of measured ones is their factor.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+
+from loka_jax.data import Schema
+from loka_jax.dispatch.first_use import bf16_us, sites_us
+from loka_jax.dispatch.local import local_performance
+from loka_jax.dispatch.outlook import STEP_OVER_SITES
+from loka_jax.dispatch.performance import PerformanceModel
+from loka_jax.dispatch.plan import DispatchPlan, make_plan
+from loka_jax.nn import Site
+from loka_jax.search.history import Case
+from loka_jax.search.space import Point
+from loka_jax.train.config import Config
+from loka_jax.train.mesh.devices import shape_of
+from loka_jax.train.model import model_of
+from loka_jax.train.planner.mesh_plan import GB, Estimate, Mesh, Rates, estimate
+from loka_jax.train.planner.workload import Workload, workload_of
+from loka_jax.train.planning import OFF
+
+_FLOPS_US = 400e6  # of a site's three products, where no times are known
+
+
+def cases_of(
+    points: Sequence[Point],
+    schema: Schema,
+    note: Callable[[int], object] = lambda done: None,
+) -> list[Case]:
+    """Returns what is predicted for each point; `note` is called after each."""
+    performance = None
+    if jax.default_backend() == "gpu":
+        performance = local_performance().performance
+    workloads: dict[str, Workload | float] = {}
+    rates, cases = _rates(), []
+    for point in points:
+        config = point.config
+        key = _structure(config)
+        if key not in workloads:
+            workloads[key] = _workload(config, schema, performance)
+        us, share = _step(config, workloads[key], rates)
+        size = config.loop.batch_size
+        cases.append(
+            Case(choices=point.choices, batch_size=size, us=us, memory_share=share)
+        )
+        note(len(cases))
+    return cases
+
+
+def _step(
+    config: Config, workload: Workload | float, rates: Rates
+) -> tuple[dict[str, float], float]:
+    """Returns the parts of a step's time, and its share of the memory."""
+    steps, share = config.loop.steps_per_call, 0.0
+    if isinstance(workload, Workload):
+        workload = dataclasses.replace(workload, steps_per_call=steps)
+        found = estimate(workload, Mesh(*shape_of(config.mesh)), rates)
+        us, share = dict(found.us), _share(found, rates)
+    else:
+        us = {"dense": workload}
+    launched = rates.call_us / steps
+    us["host"] = max(us.get("host", 0.0), launched - sum(us.values()), 0.0)
+    return {name: part for name, part in us.items() if part > 0}, share
+
+
+def _share(found: Estimate, rates: Rates) -> float:
+    return found.memory_bytes / (GB * rates.memory_gb * rates.memory_share)
+
+
+def _structure(config: Config) -> str:
+    """Returns what decides a step's work, as a key."""
+    identity = config.identity()
+    parts = {name: identity[name] for name in ("model", "embedding", "optim", "plan")}
+    loop, mesh = config.loop, config.mesh
+    sizes = loop.batch_size, loop.microbatches, shape_of(mesh), mesh.sync
+    return json.dumps([parts, sizes, mesh.sync_every], sort_keys=True)
+
+
+def _workload(
+    config: Config, schema: Schema, performance: PerformanceModel | None
+) -> Workload | float:
+    """Returns the work of a step; of an event log, the time of its sites alone."""
+    gpus = math.prod(shape_of(config.mesh))
+    dense_us = None
+    if performance is not None or config.data.is_log:
+        sites = model_of(config, schema, gpus).list_sites(DispatchPlan())
+        once = STEP_OVER_SITES * _sites_us(config, sites, performance)
+        dense_us = once * config.loop.microbatches
+    if config.data.is_log:
+        assert dense_us is not None
+        return dense_us
+    return workload_of(config, schema, config.loop.batch_size // gpus, dense_us)
+
+
+def _sites_us(
+    config: Config, sites: Sequence[Site], performance: PerformanceModel | None
+) -> float:
+    """Returns the microseconds of a short run's sites in a step."""
+    if performance is None:
+        return 3 * sum(site.flops for site in sites) / _FLOPS_US
+    if config.plan == OFF:
+        return sum(_site_us(site, performance) for site in sites)
+    options = config.dispatch
+    rules, limits = options.by_pattern, options.limits
+    plan = make_plan(sites, performance, limits=limits, rules=rules)
+    return sites_us(plan, sites, performance)
+
+
+def _site_us(site: Site, performance: PerformanceModel) -> float:
+    """Returns the microseconds of a site in its own recipe."""
+    if site.attention is not None:
+        return bf16_us(site, performance)
+    times = performance.estimates(site.spec).entry.times.get("training", {})
+    names = site.plan.choice.name, f"xla {site.recipe}"
+    known = [times[name] for name in names if name in times]
+    return known[0] if known else bf16_us(site, performance)
+
+
+def _rates() -> Rates:
+    """Returns the planner's rates, with the memory of this device if it is known."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    return Rates() if limit is None else Rates(memory_gb=limit / GB, memory_share=1.0)

@@ -1,0 +1,200 @@
+"""A proxy of training speed: what trials say of points that were not tried.
+
+    log speed = log predicted + what earlier searches add + f(choices, shares of time)
+
+f is a Gaussian process: a linear part, as most choices change speed by a factor, and a
+smooth one for what they do together. So one trial corrects all predictions, and a part
+of the step that is predicted badly is found out by the points where it is large.
+
+    fits      logistic in the predicted share of memory
+    runs      of the points with some choice, the share that did not fail otherwise
+    gain      expected improvement of the logarithm over the best trial, times both
+"""
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from loka_jax.search.history import Case, Trial
+
+LEAST_GAIN = 0.01  # of which a search expects less before it stops
+LEAST_TRIALS = 3  # that it takes, whatever they say
+_SURE = ((0.5, True), (2.0, False))  # shares of memory, and whether they fit
+_LEAST_POINTS = 4  # by which the process itself is fitted
+_RIDGE = 1.0
+
+
+class Judged(NamedTuple):
+    """What is thought of points, each an array over them.
+
+    Attributes:
+        speed: the logarithm of examples per second.
+        spread: its standard deviation.
+        works: the probability that a trial has a speed.
+        gain: expected, of the logarithm.
+    """
+
+    speed: np.ndarray
+    spread: np.ndarray
+    works: np.ndarray
+    gain: np.ndarray
+
+
+def judge(
+    cases: Sequence[Case], trials: Sequence[Trial], earlier: Sequence[Trial] = ()
+) -> Judged:
+    """Returns what is thought of the points of a space.
+
+    Args:
+        trials: of this space.
+        earlier: of others, which teach what choices add to a prediction.
+    """
+    ok = [trial for trial in trials if trial.is_ok]
+    both = [*cases, *ok]
+    added = _added(both, earlier)
+    features = _features(both)
+    count = len(cases)
+    off = np.array([trial.off for trial in ok]) - added[count:]
+    mean, spread = _process(features[:count], features[count:], off)
+    speed = np.log([case.predicted for case in cases]) + added[:count] + mean
+    works = fits(cases, trials) * _runs(cases, trials)
+    if not ok:
+        return Judged(speed, spread, works, works * np.exp(speed - speed.max()))
+    ahead = speed - max(math.log(trial.speed) for trial in ok)
+    z = ahead / spread
+    gain = spread * (z * stats.norm.cdf(z) + stats.norm.pdf(z))
+    return Judged(speed, spread, works, works * gain)
+
+
+def suggest(
+    cases: Sequence[Case], trials: Sequence[Trial], earlier: Sequence[Trial] = ()
+) -> tuple[int | None, Judged]:
+    """Returns the index of the point to try next, and what is thought of all.
+
+    None if all were tried, or none is expected to gain enough.
+    """
+    judged = judge(cases, trials, earlier)
+    tried = {trial.key for trial in trials}
+    left = [i for i, case in enumerate(cases) if case.key not in tried]
+    if not left:
+        return None, judged
+    best = max(left, key=lambda i: judged.gain[i])
+    has_enough = sum(trial.is_ok for trial in trials) >= LEAST_TRIALS
+    if has_enough and judged.gain[best] < LEAST_GAIN:
+        return None, judged
+    return best, judged
+
+
+def fits(cases: Sequence[Case], trials: Sequence[Trial]) -> np.ndarray:
+    """Returns the probability that each point fits into memory."""
+    from sklearn.linear_model import LogisticRegression
+
+    shares = [case.memory_share for case in cases]
+    if max(shares, default=0.0) < _SURE[0][0] and not _lacks_memory(trials):
+        return np.ones(len(cases))
+    ended = [x for x in trials if x.status in ("ok", "memory") and x.memory_share > 0]
+    known = [*_SURE, *((trial.memory_share, trial.is_ok) for trial in ended)]
+    x = np.log([[share] for share, _ in known])
+    model = LogisticRegression(C=100.0).fit(x, [is_ok for _, is_ok in known])
+    at = np.log(np.maximum(shares, 1e-9))[:, None]
+    return model.predict_proba(at)[:, 1]
+
+
+def factors(cases: Sequence[Case], judged: Judged) -> dict[str, dict[str, float]]:
+    """Returns, by axis and value, the mean speed over that of the axis's fastest."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for case, speed in zip(cases, judged.speed, strict=True):
+        for axis, value in case.choices.items():
+            found.setdefault(axis, {}).setdefault(value, []).append(speed)
+    means = {
+        axis: {value: float(np.mean(own)) for value, own in values.items()}
+        for axis, values in found.items()
+    }
+    return {
+        axis: {x: math.exp(mean - max(values.values())) for x, mean in values.items()}
+        for axis, values in means.items()
+    }
+
+
+def _lacks_memory(trials: Sequence[Trial]) -> bool:
+    return any(trial.status == "memory" for trial in trials)
+
+
+def _runs(cases: Sequence[Case], trials: Sequence[Trial]) -> np.ndarray:
+    """Returns the probability of each point that it neither crashes nor hangs."""
+    all_of, ok_of = Counter(), Counter()
+    for trial in trials:
+        if trial.status != "memory":
+            all_of.update(trial.key)
+            ok_of.update(trial.key if trial.is_ok else ())
+    shares = {choice: (ok_of[choice] + 1) / (n + 1) for choice, n in all_of.items()}
+    return np.array(
+        [min((shares.get(x, 1.0) for x in case.key), default=1.0) for case in cases]
+    )
+
+
+def _described(case: Case) -> dict[str, float]:
+    """Returns numbers by name: choices, and the shares of the parts of a step."""
+    numbers = {}
+    for axis, value in case.choices.items():
+        try:
+            numbers[axis] = math.log2(float(value))
+        except ValueError:  # a word, or no positive number
+            numbers[f"{axis}={value}"] = 1.0
+    total = sum(case.us.values())
+    return numbers | {f"{part}, share": us / total for part, us in case.us.items()}
+
+
+def _features(cases: Sequence[Case]) -> np.ndarray:
+    """Returns a row of numbers in -0.5..0.5 for each point."""
+    rows = [_described(case) for case in cases]
+    names = sorted({name for row in rows for name in row})
+    x = np.array([[row.get(name, 0.0) for name in names] for row in rows])
+    low, high = x.min(axis=0), x.max(axis=0)
+    return ((x - low) / np.where(high > low, high - low, 1.0) - 0.5)[:, high > low]
+
+
+def _process(
+    at: np.ndarray, x: np.ndarray, y: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns mean and standard deviation of a Gaussian process at some points."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import (
+        ConstantKernel,
+        DotProduct,
+        Matern,
+        WhiteKernel,
+    )
+
+    linear = ConstantKernel(0.05, (1e-3, 1.0)) * DotProduct(0.1, "fixed")
+    smooth = ConstantKernel(0.01, (1e-4, 0.3)) * Matern(1.0, (0.5, 5.0), nu=2.5)
+    model = GaussianProcessRegressor(
+        linear + smooth + WhiteKernel(1e-4, (1e-5, 1e-2)),
+        optimizer="fmin_l_bfgs_b" if len(y) >= _LEAST_POINTS else None,
+    )
+    center = float(np.mean(y)) if len(y) else 0.0
+    if len(y):
+        with warnings.catch_warnings():  # a bound of the kernel is as good as any
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            model.fit(x, y - center)
+    mean, spread = model.predict(at, return_std=True)
+    return mean + center, np.maximum(spread, 1e-6)
+
+
+def _added(cases: Sequence[Case], earlier: Sequence[Trial]) -> np.ndarray:
+    """Returns what earlier searches say that the choices of points add."""
+    from sklearn.linear_model import Ridge
+
+    known = [trial for trial in earlier if trial.is_ok]
+    if not known:
+        return np.zeros(len(cases))
+    features = _features([*cases, *known])
+    y = np.array([trial.off for trial in known])
+    model = Ridge(alpha=_RIDGE).fit(features[len(cases) :], y)
+    return model.predict(features[: len(cases)]) - model.intercept_

@@ -1,0 +1,235 @@
+"""Trials: the training loop for a few log lines, in a process that may die.
+
+    python -m loka_jax.search.trial A.json B.json     a line of JSON for each
+
+The process trains each configuration without evaluations, checkpoints and Probe, until
+the lines suffice, and ends at the first that fails. Its parent knows how it ended, ends
+what hangs, and begins another process with the rest. Programs are shared by a process's
+trials, and by all processes in JAX's folder of compiled programs.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import io
+import json
+import os
+import pathlib
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from loka_jax import jsonfile
+from loka_jax.data import Position
+from loka_jax.measure.compiling import keep_compiled
+from loka_jax.search.history import Outcome
+from loka_jax.terminal import clip, one_line
+from loka_jax.train.build import build
+from loka_jax.train.config import Config
+from loka_jax.train.folder.config_file import read_config
+from loka_jax.train.logs.progress import TrainingProgress
+from loka_jax.train.logs.timing import Profiler
+from loka_jax.train.loop import Loop
+from loka_jax.train.processes.signals import StopRequest
+from loka_jax.train.watch.host_state import Progress
+
+_LOG_EVERY = 16  # steps; a multiple of all steps of a call
+_LEAST_RATES, _LEAST_SECONDS, _MOST_RATES = 5, 2.0, 100
+_STEPS, _NEVER = 1_000_000, 2**31 - 1
+_KEPT_OUTPUT = 2000  # characters of the end of what a process printed
+
+
+class _Enough(Exception):
+    """The lines of a trial suffice."""
+
+
+class _Lines:
+    """Takes the place of a record: keeps the rates of log lines."""
+
+    def __init__(self):
+        self.rates: list[float] = []
+        self._seconds: list[float] = []
+
+    def log(self, line: dict[str, Any], *_: Any) -> None:
+        """Takes a line; raises _Enough."""
+        if (rate := line.get("examples_per_second")) is None:
+            return
+        self.rates.append(rate)
+        self._seconds.append(line["seconds"])
+        warm = len(self.rates) - 1  # batches were made ahead of the first
+        is_long = self._seconds[-1] - self._seconds[0] >= _LEAST_SECONDS
+        if warm >= _MOST_RATES or (warm >= _LEAST_RATES and is_long):
+            raise _Enough
+
+    def write(self, *_: Any) -> None:
+        """Keeps nothing of a plan that changes."""
+
+
+def as_trial(config: Config) -> Config:
+    """Returns a run that does nothing but train, and never ends by itself."""
+    epochs = 1 if config.data.stream else _STEPS
+    loop = dataclasses.replace(
+        config.loop,
+        epochs=epochs,
+        max_steps=_STEPS,
+        eval_every=_NEVER,
+        save_every=_NEVER,
+        on_divergence="stop",
+        log_every=_LOG_EVERY,
+    )
+    probe = dataclasses.replace(config.probe, every=0)
+    optim = dataclasses.replace(config.optim, plateau_patience=None)
+    return dataclasses.replace(config, loop=loop, probe=probe, optim=optim)
+
+
+def rates_of(config: Config) -> list[float]:
+    """Returns the examples per second between log lines, without the first ones."""
+    run = build(as_trial(config), None, lambda _: None)
+    lines, progress = _Lines(), Progress(position=Position(0, 0, config.seed))
+    display = TrainingProgress(Console(file=io.StringIO()))
+    display.begin(run.total_steps, 0)
+    no_folder: Any = types.SimpleNamespace(wait=lambda: None, latest_step=lambda: None)
+    record: Any = lines
+    loop = Loop(
+        run,
+        run.init(),
+        progress,
+        record=record,
+        checkpoints=no_folder,
+        best=no_folder,
+        display=display,
+        profiler=Profiler(range(0), pathlib.Path()),
+    )
+    with contextlib.suppress(_Enough):
+        loop.train(StopRequest())
+    return lines.rates[1:]
+
+
+def measured(
+    configs: Sequence[Config],
+    seconds: float,
+    together: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Outcome]:
+    """Yields what comes of each configuration, in their order.
+
+    Args:
+        seconds: after which a trial without a result is ended.
+        together: trials of a process.
+        environment: variables of the processes, beside those of this one.
+    """
+    variables = os.environ | (environment or {})
+    with tempfile.TemporaryDirectory() as folder:
+        files = [pathlib.Path(folder) / f"{i}.json" for i in range(len(configs))]
+        for file, config in zip(files, configs, strict=True):
+            jsonfile.write(file, config.identity())
+        while files:
+            for outcome in _of_process(files[:together], seconds, variables):
+                yield outcome
+                del files[0]
+
+
+def _of_process(
+    files: Sequence[pathlib.Path], seconds: float, variables: Mapping[str, str]
+) -> Iterator[Outcome]:
+    """Yields the outcomes of a process, until one of them is not ok."""
+    command = [sys.executable, "-m", "loka_jax.search.trial", *map(str, files)]
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        child = subprocess.Popen(
+            command,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            start_new_session=True,
+        )
+
+        def pass_on() -> None:
+            assert child.stdout is not None
+            with contextlib.suppress(ValueError):  # closed, as the process was ended
+                for line in child.stdout:
+                    lines.put(line)
+            lines.put(None)
+
+        reader = threading.Thread(target=pass_on, daemon=True)
+        reader.start()
+        try:
+            for _ in files:
+                begun = time.monotonic()
+                outcome = _next(lines, seconds, child, said)
+                took = round(time.monotonic() - begun, 1)
+                yield dataclasses.replace(outcome, seconds=took)
+                if outcome.status != "ok":
+                    return
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            reader.join()
+
+
+def _next(
+    lines: "queue.SimpleQueue[str | None]",
+    seconds: float,
+    child: subprocess.Popen,
+    said: Any,
+) -> Outcome:
+    try:
+        line = lines.get(timeout=seconds)
+    except queue.Empty:
+        return Outcome(status="hang", why=f"no result within {seconds:g} seconds")
+    if line is not None:
+        return jsonfile.typed(json.loads(line), Outcome)
+    code = child.wait()
+    if code == -signal.SIGKILL:
+        return Outcome(status="killed", why="another process, or the system, killed it")
+    said.seek(0, os.SEEK_END)
+    said.seek(max(said.tell() - _KEPT_OUTPUT, 0))
+    last = [text for text in said.read().splitlines() if text.strip()]
+    why = f"it ended with code {code}: {clip(last[-1] if last else 'no word', 300)}"
+    return Outcome(status="crash", why=why)
+
+
+def outcome_of(config: Config) -> Outcome:
+    """Returns what comes of a configuration in this process, if that survives."""
+    try:
+        rates = rates_of(config)
+    except Exception as error:  # a compiler may raise any kind
+        no_memory = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+        status = "memory" if no_memory else "crash"
+        return Outcome(status=status, why=one_line(error))
+    if not rates:
+        return Outcome(status="crash", why="the data end before a line was logged")
+    return Outcome(status="ok", rates=tuple(round(rate, 1) for rate in rates))
+
+
+def main(files: Sequence[str]) -> int:
+    """Prints an outcome for each file, and ends after one that is not ok."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what others print is no outcome
+    keep_compiled()
+    for file in files:
+        outcome = outcome_of(read_config(pathlib.Path(file)))
+        print(jsonfile.dumps(dataclasses.asdict(outcome)), file=out, flush=True)
+        if outcome.status != "ok":
+            break
+        jax.clear_caches()
+        gc.collect()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # threads may still compile what no trial needs
