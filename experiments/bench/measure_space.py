@@ -1,0 +1,93 @@
+"""Measures the points of a search's space, in a random order, into a JSON that grows.
+
+    python -m experiments.bench.measure_space --config fp8_dlrm --out space.json \\
+        --space recipe mods table-dtype batch-size=4096,8192,16384 --budget-s 540
+
+Options are those of search.py and train.py. The same command goes on where the last one
+ended; `--gpus` deals the points to so many GPUs of a host, one each. A process takes
+`--together` points, and begins none after `--budget-s` seconds. Failures are points,
+too. `replay_search.py` reads the file.
+"""
+
+import concurrent.futures
+import itertools
+import pathlib
+import random
+import sys
+import time
+from collections.abc import Iterable
+
+from experiments.bench import result as results
+from experiments.cli import parse, run_cli
+from experiments.plan import schema_of
+from loka_jax.options import Parser
+from loka_jax.search.history import Case, History, Trial
+from loka_jax.search.predicted import cases_of
+from loka_jax.search.space import Point, axes_of, points_of, with_mesh
+from loka_jax.search.trial import measured
+from loka_jax.train.folder.record import versions
+
+
+def measure(
+    groups: Iterable[list[tuple[Point, Case]]],
+    history: History,
+    seconds: float,
+    environments: list[dict[str, str]],
+    end: float,
+) -> None:
+    """Tries groups of points, each in a process, until the end of the budget.
+
+    Args:
+        seconds: that a trial may take.
+        environments: one for each process at a time.
+    """
+    left = iter(groups)
+
+    def work(environment: dict[str, str]) -> None:
+        while time.monotonic() < end and (group := next(left, None)):
+            configs = [point.config for point, _ in group]
+            outcomes = measured(configs, seconds, len(group), environment)
+            for (_, case), outcome in zip(group, outcomes, strict=False):
+                trials = history.add(Trial(**(vars(case) | vars(outcome))))
+                speed = f"{outcome.speed:,.0f}" if outcome.rates else outcome.why
+                print(f"{len(trials)}  {case.choices}  {speed}", flush=True)
+                if time.monotonic() > end:
+                    break
+            outcomes.close()
+
+    with concurrent.futures.ThreadPoolExecutor(len(environments)) as pool:
+        for job in [pool.submit(work, environment) for environment in environments]:
+            job.result()
+
+
+def _measure(arguments: list[str]) -> int:
+    parser = Parser(prog="measure_space", add_help=False, allow_abbrev=False)
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--space", nargs="+", default=[])
+    parser.add_argument("--budget-s", type=float, default=540.0)
+    parser.add_argument("--trial-seconds", type=float, default=120.0)
+    parser.add_argument("--together", type=int, default=8)
+    parser.add_argument("--gpus", type=int)
+    own, rest = parser.parse_known_args(arguments)
+    end = time.monotonic() + own.budget_s
+    config = with_mesh(parse(rest, "search.py"))
+    one = own.gpus is not None  # GPU a process: there is no mesh
+    import jax
+
+    devices = 1 if one else jax.device_count()
+    points, refused = points_of(config, axes_of(config, own.space, devices))
+    about = {"config": config.identity(), "versions": versions()}
+    history = History(own.out, about | {"commit": results.origin()["commit"]})
+    tried = {trial.key for trial in history.trials()}
+    cases = cases_of(points, schema_of(config))
+    left = [x for x in zip(points, cases, strict=True) if x[1].key not in tried]
+    random.Random(0).shuffle(left)
+    print(f"{len(points)} points, {len(left)} left; refused: {refused}", flush=True)
+    environments = [{"CUDA_VISIBLE_DEVICES": str(i)} for i in range(own.gpus or 0)]
+    groups = map(list, itertools.batched(left, own.together))
+    measure(groups, history, own.trial_seconds, environments or [{}], end)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(lambda: _measure(sys.argv[1:])))
