@@ -17,9 +17,12 @@ import sys
 import time
 from collections.abc import Iterable
 
+import jax
+
 from experiments.bench import result as results
 from experiments.cli import parse, run_cli
 from experiments.plan import schema_of
+from loka_jax.fitting import changed
 from loka_jax.options import Parser
 from loka_jax.search.history import Case, History, Trial
 from loka_jax.search.predicted import cases_of
@@ -41,7 +44,7 @@ def measure(
         seconds: that a trial may take.
         environments: one for each process at a time.
     """
-    left = iter(groups)
+    left = iter(list(groups))
 
     def work(environment: dict[str, str]) -> None:
         while time.monotonic() < end and (group := next(left, None)):
@@ -70,11 +73,11 @@ def _measure(arguments: list[str]) -> int:
     parser.add_argument("--gpus", type=int)
     own, rest = parser.parse_known_args(arguments)
     end = time.monotonic() + own.budget_s
-    config = with_mesh(parse(rest, "search.py"))
-    one = own.gpus is not None  # GPU a process: there is no mesh
-    import jax
-
-    devices = 1 if one else jax.device_count()
+    config, devices = parse(rest, "search.py"), 1
+    if own.gpus is None:
+        config, devices = with_mesh(config), jax.device_count()
+    else:  # a process sees one of them
+        config = changed(config, {"mesh.replicas": 1, "mesh.shards": 1})
     points, refused = points_of(config, axes_of(config, own.space, devices))
     about = {"config": config.identity(), "versions": versions()}
     history = History(own.out, about | {"commit": results.origin()["commit"]})

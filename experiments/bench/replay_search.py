@@ -89,7 +89,7 @@ def by_optuna(points: Sequence[Trial], sampler: Any) -> Choose:
     optuna.logging.set_verbosity(optuna.logging.CRITICAL)
     study = optuna.create_study(direction="maximize", sampler=sampler)
     places = {point.key: i for i, point in enumerate(points)}
-    axes = {
+    axes: dict[str, Any] = {
         axis: optuna.distributions.CategoricalDistribution(
             sorted({point.choices[axis] for point in points})
         )
@@ -236,7 +236,9 @@ def main(options: Arguments) -> int:
                 told.append(calibration(points, done[:10]))
         if method == "random":
             by_random = np.mean(rows, axis=0)
-        found = summary(np.array(rows), by_random) | {"trials": float(np.mean(counts))}
+        found: dict[str, Any] = summary(np.array(rows), by_random) | {
+            "trials": float(np.mean(counts))
+        }
         if told:
             found |= {k: float(np.mean([x[k] for x in told])) for k in told[0]}
         result["methods"][method] = found

@@ -120,7 +120,7 @@ class History:
                 found = self._read()
         except OSError as error:
             raise ValueError(
-                f"cannot write to {path} ({error.strerror}): name another file."
+                f"cannot write to {path} ({error.strerror}): choose another folder."
             ) from None
         kept = {"config": found.config, "device": found.versions.get("device_kind")}
         versions = self._about["versions"]

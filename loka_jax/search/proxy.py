@@ -15,7 +15,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -156,7 +156,8 @@ def _features(cases: Sequence[Case]) -> np.ndarray:
     names = sorted({name for row in rows for name in row})
     x = np.array([[row.get(name, 0.0) for name in names] for row in rows])
     low, high = x.min(axis=0), x.max(axis=0)
-    return ((x - low) / np.where(high > low, high - low, 1.0) - 0.5)[:, high > low]
+    varied = [*np.flatnonzero(high > low)] or [0]  # a space of one point has none
+    return ((x - low) / np.where(high > low, high - low, 1.0) - 0.5)[:, varied]
 
 
 def _process(
@@ -174,10 +175,9 @@ def _process(
 
     linear = ConstantKernel(0.05, (1e-3, 1.0)) * DotProduct(0.1, "fixed")
     smooth = ConstantKernel(0.01, (1e-4, 0.3)) * Matern(1.0, (0.5, 5.0), nu=2.5)
-    model = GaussianProcessRegressor(
-        linear + smooth + WhiteKernel(1e-4, (1e-5, 1e-2)),
-        optimizer="fmin_l_bfgs_b" if len(y) >= _LEAST_POINTS else None,
-    )
+    optimizer: Any = "fmin_l_bfgs_b" if len(y) >= _LEAST_POINTS else None
+    kernel = linear + smooth + WhiteKernel(1e-4, (1e-5, 1e-2))
+    model = GaussianProcessRegressor(kernel, optimizer=optimizer)
     center = float(np.mean(y)) if len(y) else 0.0
     if len(y):
         with warnings.catch_warnings():  # a bound of the kernel is as good as any

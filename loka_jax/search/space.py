@@ -83,7 +83,7 @@ def _mods(text: str) -> Texts:
         "loka": {"bias": "False", "norm": "block", "activation": "hard_swish"},
     }
     if text not in mods:
-        raise ValueError(f"mods={text} must be one of {', '.join(mods)}.")
+        raise ValueError(f"--space mods={text} must be one of {', '.join(mods)}.")
     return mods[text]
 
 

@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +43,7 @@ from loka_jax.train.loop import Loop
 from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.watch.host_state import Progress
 
+PROGRAM = (sys.executable, "-m", "loka_jax.search.trial")
 _LOG_EVERY = 16  # steps; a multiple of all steps of a call
 _LEAST_RATES, _LEAST_SECONDS, _MOST_RATES = 5, 2.0, 100
 _STEPS, _NEVER = 1_000_000, 2**31 - 1
@@ -120,7 +121,7 @@ def measured(
     seconds: float,
     together: int = 1,
     environment: Mapping[str, str] | None = None,
-) -> Iterator[Outcome]:
+) -> Generator[Outcome]:
     """Yields what comes of each configuration, in their order.
 
     Args:
@@ -143,11 +144,10 @@ def _of_process(
     files: Sequence[pathlib.Path], seconds: float, variables: Mapping[str, str]
 ) -> Iterator[Outcome]:
     """Yields the outcomes of a process, until one of them is not ok."""
-    command = [sys.executable, "-m", "loka_jax.search.trial", *map(str, files)]
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         child = subprocess.Popen(
-            command,
+            [*PROGRAM, *map(str, files)],
             env=variables,
             stdout=subprocess.PIPE,
             stderr=said,
@@ -157,9 +157,8 @@ def _of_process(
 
         def pass_on() -> None:
             assert child.stdout is not None
-            with contextlib.suppress(ValueError):  # closed, as the process was ended
-                for line in child.stdout:
-                    lines.put(line)
+            for line in child.stdout:
+                lines.put(line)
             lines.put(None)
 
         reader = threading.Thread(target=pass_on, daemon=True)
@@ -175,8 +174,10 @@ def _of_process(
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
             reader.join()
+            assert child.stdout is not None
+            child.stdout.close()
+            child.wait()
 
 
 def _next(

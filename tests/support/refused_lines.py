@@ -36,6 +36,7 @@ RESUMED = "loka train --resume --workdir run"
 PREDICT = "loka predict --workdir run --data.path new.csv --out"
 EVALUATE = "loka evaluate --workdir run --data.path clicks.csv"
 SWEEP = "loka sweep --config fp8_dlrm --space"
+SEARCH = "loka search --config fp8_dlrm"
 LAUNCH = "python -m loka_jax.launch --processes"
 
 # By heading: lines, which run in the folder of `write_files`.
@@ -123,7 +124,7 @@ MISTAKES = {
         "loka compare run older --json nowhere/numbers.json",
         "loka compare run older --out compare.pdf",
     ),
-    "Export, serve, sweep, launch": (
+    "Export, serve, sweep, search, launch": (
         "loka export --workdir runs/week --out model",
         "loka export --workdir run --out days",
         "loka export --workdir run --out model --batch-sizes 0",
@@ -138,6 +139,12 @@ MISTAKES = {
         f"{SWEEP} optim.rate=0.01:0.1",
         f"{SWEEP} optim.lr=0.01:0.1 --trials many",
         f"{SWEEP} optim.lr=0.01:0.1 --workdir clicks.csv/sweep",
+        f"{SEARCH} --space recipes",
+        f"{SEARCH} --space mods=all",
+        f"{SEARCH} --space batch-size=many",
+        f"{SEARCH} --minutes 0",
+        f"{SEARCH} --earlier clicks.csv",
+        f"{SEARCH} --workdir clicks.csv/search",
         f"{LAUNCH} 0 train --config fp8_dlrm",
         f"{LAUNCH} two train --config fp8_dlrm",
         f"{LAUNCH} 2 --cpu-devices 1 --logs clicks.csv/logs train --config fp8_dlrm",

@@ -1,0 +1,53 @@
+"""Predictions of a step: the planner's parts, Dispatch's times, memory, the host."""
+
+import dataclasses
+import types
+
+import pytest
+
+from experiments.plan import schema_of
+from loka_jax.dispatch.outlook import STEP_OVER_SITES
+from loka_jax.search import predicted
+from loka_jax.search.space import axes_of, points_of
+from loka_jax.train.planner.mesh_plan import Rates
+from loka_jax.train.planning import OFF
+from tests.support.configs import tiny
+
+CONFIG = tiny("fp8_dlrm")
+
+
+def test_more_steps_a_call_wait_less_for_the_host():
+    points, _ = points_of(CONFIG, axes_of(CONFIG, ["steps-per-call=1,4"], 1))
+    seen = []
+    one, four = predicted.cases_of(points, schema_of(CONFIG), seen.append)
+    assert seen == [1, 2]
+    assert sum(one.us.values()) == pytest.approx(Rates().call_us)
+    assert one.us["dense"] == four.us["dense"] > 0 and one.us["fetch"] > 0
+    assert four.us.get("host", 0.0) < one.us["host"]
+    assert one.predicted == pytest.approx(1e6 * 128 / Rates().call_us)
+    assert 0 < one.memory_share == four.memory_share < 0.01
+
+
+def test_a_mesh_exchanges_rows():
+    config = dataclasses.replace(
+        CONFIG, mesh=dataclasses.replace(CONFIG.mesh, replicas=2, shards=4)
+    )
+    points, _ = points_of(config, [])
+    (case,) = predicted.cases_of(points, schema_of(config))
+    assert {"route", "replicas", "dense sum"} <= set(case.us)
+
+
+def test_sites_take_what_dispatch_knows_of_their_recipes():
+    """Of a plan that is off: each site's own recipe, or XLA's bfloat16."""
+    config = dataclasses.replace(CONFIG, plan=OFF)
+    times = {"xla bf16": 10.0, "xla fp8_tensorwise_delayed_bf16_drhs": 3.0}
+    entry = types.SimpleNamespace(times={"training": times})
+    estimates = types.SimpleNamespace(entry=entry)
+    known = types.SimpleNamespace(estimates=lambda _: estimates)
+    schema = schema_of(config)
+    workload = predicted._workload(config, schema, known)
+    sites = predicted.model_of(config, schema).list_sites(predicted.DispatchPlan())
+    own = sum("fp8" in site.recipe for site in sites)
+    assert 0 < own < len(sites)
+    expected = STEP_OVER_SITES * (3 * own + 10 * (len(sites) - own))
+    assert workload.dense_us == pytest.approx(expected)

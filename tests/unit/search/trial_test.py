@@ -1,0 +1,88 @@
+"""Trials whose processes end in every way; small scripts stand in for training."""
+
+import sys
+
+import jax
+import pytest
+
+from loka_jax.search import trial
+from loka_jax.train.folder.config_file import from_json
+from tests.support.configs import tiny
+
+SCRIPT = """
+import json, os, signal, sys, time
+for file in sys.argv[1:]:
+    size = json.load(open(file))["loop"]["batch_size"]
+    if size == 2: time.sleep(60)
+    if size == 3: os.kill(os.getpid(), signal.SIGKILL)
+    if size == 4: sys.exit("a bad kernel")
+    status = "memory" if size == 5 else "ok"
+    out = {"status": status, "rates": [float(size), os.getpid()], "why": None}
+    print(json.dumps(out | {"seconds": 0.0}), flush=True)
+    if size == 5: break
+"""
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    monkeypatch.setattr(trial, "PROGRAM", (sys.executable, "-c", SCRIPT))
+
+
+def outcomes(*sizes, together=1, seconds=20.0):
+    base = tiny("fp8_dlrm").identity()
+    configs = [
+        from_json(base | {"loop": base["loop"] | {"batch_size": size}}, "test")
+        for size in sizes
+    ]
+    return list(trial.measured(configs, seconds, together))
+
+
+def test_a_process_takes_several_trials_and_another_goes_on_after_a_failure():
+    ended = outcomes(11, 4, 12, 13, 5, 14, together=3)
+    assert [x.status for x in ended] == ["ok", "crash", "ok", "ok", "memory", "ok"]
+    assert [x.rates[0] for x in ended if x.status == "ok"] == [11, 12, 13, 14]
+    assert ended[1].why == "it ended with code 1: a bad kernel"
+    first, second, third, _, last = (x.rates[1] for x in ended if x.rates)
+    assert second == third and len({first, second, last}) == 3  # processes
+
+
+def test_a_kill_and_a_hang_end_a_trial_alone():
+    ended = outcomes(3, 11)
+    assert [x.status for x in ended] == ["killed", "ok"]
+    (hung,) = outcomes(2, seconds=0.5)
+    assert (hung.status, hung.why) == ("hang", "no result within 0.5 seconds")
+    assert 0.5 <= hung.seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB"), "memory"),
+        (MemoryError("9 GB"), "memory"),
+        (ValueError("a bad option"), "crash"),
+    ],
+)
+def test_what_a_trial_raises_is_told_apart(monkeypatch, error, status):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr(trial, "rates_of", fail)
+    outcome = trial.outcome_of(tiny("fp8_dlrm"))
+    assert outcome.status == status and str(error) in outcome.why
+
+
+def test_lines_suffice_by_number_and_time():
+    lines = trial._Lines()
+    lines.log({"examples_per_second": None, "seconds": 1.0})  # compiled meanwhile
+    with pytest.raises(trial._Enough):
+        for i in range(100):
+            lines.log({"examples_per_second": 10.0 + i, "seconds": i / 4})
+    assert len(lines.rates) == 9  # 2 seconds from the first to the last
+
+
+def test_a_trial_does_nothing_but_train():
+    config = trial.as_trial(tiny("fp8_dlrm"))
+    steps = config.loop.max_steps
+    assert steps > 1e5 and config.loop.eval_every > steps
+    assert config.loop.save_every > steps
+    assert config.probe.look_every == config.probe.observe_every == 0
