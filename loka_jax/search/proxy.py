@@ -7,7 +7,7 @@ smooth one for what they do together. So one trial corrects all predictions, and
 of the step that is predicted badly is found out by the points where it is large.
 
     fits      logistic in the predicted share of memory
-    runs      of the points with some choice, the share that did not fail otherwise
+    runs      by the choice of a point that has failed most, but for memory
     gain      expected improvement of the logarithm over the best trial, times both
 """
 
@@ -23,9 +23,9 @@ from scipy import stats
 from loka_jax.search.history import Case, Trial
 
 LEAST_GAIN = 0.01  # of which a search expects less before it stops
-LEAST_TRIALS = 3  # that it takes, whatever they say
+LEAST_TRIALS = 10  # that it takes, whatever they say
 _SURE = ((0.5, True), (2.0, False))  # shares of memory, and whether they fit
-_LEAST_POINTS = 4  # by which the process itself is fitted
+_LEAST_POINTS = 6  # by which the process itself is fitted
 _RIDGE = 1.0
 
 
@@ -126,13 +126,15 @@ def _lacks_memory(trials: Sequence[Trial]) -> bool:
 
 
 def _runs(cases: Sequence[Case], trials: Sequence[Trial]) -> np.ndarray:
-    """Returns the probability of each point that it neither crashes nor hangs."""
-    all_of, ok_of = Counter(), Counter()
+    """Returns the probability of each point that it neither crashes nor hangs.
+
+    Each failure halves that of a choice which has never run.
+    """
+    ok, failed = Counter(), Counter()
     for trial in trials:
         if trial.status != "memory":
-            all_of.update(trial.key)
-            ok_of.update(trial.key if trial.is_ok else ())
-    shares = {choice: (ok_of[choice] + 1) / (n + 1) for choice, n in all_of.items()}
+            (ok if trial.is_ok else failed).update(trial.key)
+    shares = {x: (ok[x] + 2.0**-n) / (ok[x] + 1) for x, n in failed.items()}
     return np.array(
         [min((shares.get(x, 1.0) for x in case.key), default=1.0) for case in cases]
     )
@@ -173,10 +175,10 @@ def _process(
         WhiteKernel,
     )
 
-    linear = ConstantKernel(0.05, (1e-3, 1.0)) * DotProduct(0.1, "fixed")
-    smooth = ConstantKernel(0.01, (1e-4, 0.3)) * Matern(1.0, (0.5, 5.0), nu=2.5)
+    linear = ConstantKernel(0.05, (0.01, 1.0)) * DotProduct(0.1, "fixed")
+    smooth = ConstantKernel(0.01, (3e-3, 0.3)) * Matern(1.0, (0.5, 5.0), nu=2.5)
     optimizer: Any = "fmin_l_bfgs_b" if len(y) >= _LEAST_POINTS else None
-    kernel = linear + smooth + WhiteKernel(1e-4, (1e-5, 1e-2))
+    kernel = linear + smooth + WhiteKernel(1e-3, (5e-4, 0.02))
     model = GaussianProcessRegressor(kernel, optimizer=optimizer)
     center = float(np.mean(y)) if len(y) else 0.0
     if len(y):
