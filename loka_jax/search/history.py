@@ -12,9 +12,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import filelock
-
 from loka_jax import jsonfile
+from loka_jax.dispatch.table import locked
 
 MAX_BYTES = 64 << 20
 type Status = Literal["ok", "memory", "crash", "hang", "killed"]
@@ -113,15 +112,14 @@ class History:
             ValueError: if it is damaged, or has trials of something else.
         """
         self._path, self._about = path, dict(about)
-        self._lock = filelock.FileLock(path.with_name(f".{path.name}.lock"))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with self._lock:
-                found = self._read()
         except OSError as error:
             raise ValueError(
                 f"cannot write to {path} ({error.strerror}): choose another folder."
             ) from None
+        with locked(path):
+            found = self._read()
         kept = {"config": found.config, "device": found.versions.get("device_kind")}
         versions = self._about["versions"]
         now = {"config": about["config"], "device": versions.get("device_kind")}
@@ -137,7 +135,7 @@ class History:
 
     def add(self, trial: Trial) -> tuple[Trial, ...]:
         """Adds a trial, and returns all; the file is never without those before."""
-        with self._lock:
+        with locked(self._path):
             file = self._read()
             file = dataclasses.replace(file, trials=(*file.trials, trial))
             jsonfile.write_text(
