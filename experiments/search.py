@@ -105,11 +105,17 @@ def table_of(trials: Sequence[Trial], own: Case, rows: int = _ROWS) -> Table:
     best = best_of(trials)
     for number, one in list(enumerate(trials, 1))[-rows:]:
         expected = "" if one.expected is None else f"{one.expected:,.0f}"
-        came = f"{one.speed:,.0f}" if one.is_ok else f"{one.status}: {one.why}"
         style = "bold" if one is best else "" if one.is_ok else "dim"
         cells = (str(number), changes(one, own), f"{one.predicted:,.0f}", expected)
-        table.add_row(*map(Text, (*cells, printable(came))), style=style)
+        table.add_row(*map(Text, (*cells, came_of(one))), style=style)
     return table
+
+
+def came_of(trial: Trial) -> str:
+    """Returns the speed of a trial, or why it has none."""
+    if trial.is_ok:
+        return f"{trial.speed:,.0f}"
+    return printable(f"{trial.status}: {trial.why}")
 
 
 def changes(case: Case, own: Case) -> str:
@@ -201,12 +207,11 @@ def _run(search: Search, options, console: Console, folder: pathlib.Path) -> Non
             if console.is_terminal:
                 busy = Text("trying the next one ...")
                 live.update(Group(table_of(trials, own), busy), refresh=True)
-            else:
-                for _ in range(shown, len(trials)):
-                    shown += 1
-                    console.print(table_of(trials[:shown], own, 1))
-    if console.is_terminal:
-        console.print(table_of(search.history.trials(), own, len(trials)))
+                continue
+            for one in trials[shown:]:
+                console.print(f"Tried {changes(one, own)}: {came_of(one)}")
+            shown = len(trials)
+    console.print(table_of(search.history.trials(), own, len(trials)))
 
 
 def _finish(
@@ -245,6 +250,7 @@ def _numbers(trial: Trial, own: Case) -> dict[str, object]:
         "speed": speed,
         "predicted": trial.predicted,
         "changes": changes(trial, own),
+        "why": None if trial.is_ok else came_of(trial),
     }
 
 

@@ -76,7 +76,7 @@ def suggest(
 ) -> tuple[int | None, Judged]:
     """Returns the index of the point to try next, and what is thought of all.
 
-    None if all were tried, or none is expected to gain enough.
+    None if all were tried, none is expected to gain enough, or all trials have failed.
     """
     judged = judge(cases, trials, earlier)
     tried = {trial.key for trial in trials}
@@ -84,8 +84,8 @@ def suggest(
     if not left:
         return None, judged
     best = max(left, key=lambda i: judged.gain[i])
-    has_enough = sum(trial.is_ok for trial in trials) >= LEAST_TRIALS
-    if has_enough and judged.gain[best] < LEAST_GAIN:
+    gains = any(trial.is_ok for trial in trials) and judged.gain[best] >= LEAST_GAIN
+    if len(trials) >= LEAST_TRIALS and not gains:
         return None, judged
     return best, judged
 

@@ -13,6 +13,7 @@ from loka_jax.search.history import Outcome, read_trials
 from loka_jax.train.folder.config_file import read_config
 from tests.support.commands import assert_refused
 from tests.support.configs import tiny_config
+from tests.support.report import Page
 
 LINE = ["--config", tiny_config("fp8_dlrm"), "--seed", "3"]
 SPACE = ["--space", "batch-size=64,128", "mesh=1x1"]  # tests have eight devices
@@ -55,8 +56,10 @@ def test_the_winner_is_told_and_is_a_configuration_of_train_py(run, tmp_path, tr
     assert "Best: steps-per-call 4: 4,128 examples/s, 3.66 times your own." in said
     assert f"--config {folder / 'best.json'}" in said
     assert "Left out: recipe, as it rounds otherwise (--space recipe" in said
-    page = (folder / "report.html").read_text()
-    assert "4,128" in page and "3.66" not in page and "\x1b" not in said
+    page = Page(folder / "report.html")
+    assert page.tiles["Most examples/s"] == ("4,128", "steps-per-call 4")
+    assert page.rows("What mattered")[1][:2] == ["steps-per-call", "1"]
+    assert page.rows("Trials")[1][1] == "your own" and "\x1b" not in said
     assert trials[0].expected is None and trials[2].expected is not None
 
     code, said, _ = searched(run, folder)  # nothing is left to gain
