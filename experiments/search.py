@@ -49,7 +49,7 @@ from loka_jax.options import Parser, require
 from loka_jax.report.search_page import write_search_page
 from loka_jax.search import trial
 from loka_jax.search.history import Case, History, Outcome, Trial, read_trials
-from loka_jax.search.predicted import cases_of
+from loka_jax.search.predicted import Predictor
 from loka_jax.search.proxy import factors, judge, suggest
 from loka_jax.search.space import Point, axes_of, left_out, points_of, with_mesh
 from loka_jax.terminal import printable
@@ -190,7 +190,8 @@ def open_search(
     for why, count in refused.items():
         console.print(printable(f"Left out: {count} combinations: {why}"))
     with console.status("predicting"):
-        cases = cases_of(points, schema_of(config))
+        predict = Predictor.here(schema_of(config))
+        cases = [predict(point) for point in points]
     console.print(f"{len(points)} configurations.")
     return Search(points, cases, history, earlier)
 

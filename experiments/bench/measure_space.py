@@ -1,7 +1,7 @@
 """Measures the points of a search's space, in a random order, into a JSON that grows.
 
     python -m experiments.bench.measure_space --config fp8_dlrm --out space.json \\
-        --space recipe mods table-dtype batch-size=4096,8192,16384 --budget-s 540
+        --space recipe mods table-dtype batch-size=4096,8192,16384 --budget-s 480
 
 Options are those of search.py and train.py. The same command goes on where the last one
 ended; `--gpus` deals the points to so many GPUs of a host, one each. A process takes
@@ -24,15 +24,16 @@ from experiments.cli import parse, run_cli
 from experiments.plan import schema_of
 from loka_jax.fitting import changed
 from loka_jax.options import Parser
-from loka_jax.search.history import Case, History, Trial
-from loka_jax.search.predicted import cases_of
+from loka_jax.search.history import History, Trial
+from loka_jax.search.predicted import Predictor
 from loka_jax.search.space import Point, axes_of, points_of, with_mesh
 from loka_jax.search.trial import measured
 from loka_jax.train.folder.record import versions
 
 
 def measure(
-    groups: Iterable[list[tuple[Point, Case]]],
+    groups: Iterable[list[Point]],
+    predict: Predictor,
     history: History,
     seconds: float,
     environments: list[dict[str, str]],
@@ -48,9 +49,10 @@ def measure(
 
     def work(environment: dict[str, str]) -> None:
         while time.monotonic() < end and (group := next(left, None)):
-            configs = [point.config for point, _ in group]
+            cases = [predict(point) for point in group]
+            configs = [point.config for point in group]
             outcomes = measured(configs, seconds, len(group), environment)
-            for (_, case), outcome in zip(group, outcomes, strict=False):
+            for case, outcome in zip(cases, outcomes, strict=False):
                 trials = history.add(Trial(**(vars(case) | vars(outcome))))
                 speed = f"{outcome.speed:,.0f}" if outcome.rates else outcome.why
                 print(f"{len(trials)}  {case.choices}  {speed}", flush=True)
@@ -67,7 +69,7 @@ def _measure(arguments: list[str]) -> int:
     parser = Parser(prog="measure_space", add_help=False, allow_abbrev=False)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--space", nargs="+", default=[])
-    parser.add_argument("--budget-s", type=float, default=540.0)
+    parser.add_argument("--budget-s", type=float, default=480.0)
     parser.add_argument("--trial-seconds", type=float, default=120.0)
     parser.add_argument("--together", type=int, default=8)
     parser.add_argument("--gpus", type=int)
@@ -82,13 +84,13 @@ def _measure(arguments: list[str]) -> int:
     about = {"config": config.identity(), "versions": versions()}
     history = History(own.out, about | {"commit": results.origin()["commit"]})
     tried = {trial.key for trial in history.trials()}
-    cases = cases_of(points, schema_of(config))
-    left = [x for x in zip(points, cases, strict=True) if x[1].key not in tried]
+    left = [point for point in points if point.key not in tried]
     random.Random(0).shuffle(left)
     print(f"{len(points)} points, {len(left)} left; refused: {refused}", flush=True)
     environments = [{"CUDA_VISIBLE_DEVICES": str(i)} for i in range(own.gpus or 0)]
     groups = map(list, itertools.batched(left, own.together))
-    measure(groups, history, own.trial_seconds, environments or [{}], end)
+    predict = Predictor.here(schema_of(config))
+    measure(groups, predict, history, own.trial_seconds, environments or [{}], end)
     return 0
 
 

@@ -10,7 +10,7 @@ Real steps differ: what is learned of measured ones is their factor.
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 
@@ -33,45 +33,47 @@ from loka_jax.train.planning import OFF
 _FLOPS_US = 400e6  # of a site's three products, where no times are known
 
 
-def cases_of(
-    points: Sequence[Point],
-    schema: Schema,
-    note: Callable[[int], object] = lambda done: None,
-) -> list[Case]:
-    """Returns what is predicted for each point; `note` is called after each."""
-    performance = None
-    if jax.default_backend() == "gpu":
-        performance = local_performance().performance
-    workloads: dict[str, Workload | float] = {}
-    rates, cases = _rates(), []
-    for point in points:
-        config = point.config
+@dataclasses.dataclass(frozen=True)
+class Predictor:
+    """Predicts points; what they have in common is worked out once.
+
+    Attributes:
+        performance: what Dispatch knows of times here; None without a GPU.
+    """
+
+    schema: Schema
+    performance: PerformanceModel | None
+    rates: Rates
+    workloads: dict[str, Workload | float] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def here(cls, schema: Schema) -> "Predictor":
+        """Returns the predictor for this machine."""
+        is_gpu = jax.default_backend() == "gpu"
+        performance = local_performance().performance if is_gpu else None
+        return cls(schema, performance, _rates())
+
+    def __call__(self, point: Point) -> Case:
+        """Returns a point with its prediction."""
+        config, share = point.config, 0.0
         key = _structure(config)
-        if key not in workloads:
-            workloads[key] = _workload(config, schema, performance)
-        us, share = _step(config, workloads[key], rates)
-        size = config.loop.batch_size
-        cases.append(
-            Case(choices=point.choices, batch_size=size, us=us, memory_share=share)
+        if key not in self.workloads:
+            self.workloads[key] = _workload(config, self.schema, self.performance)
+        workload, steps = self.workloads[key], config.loop.steps_per_call
+        if isinstance(workload, Workload):
+            workload = dataclasses.replace(workload, steps_per_call=steps)
+            found = estimate(workload, Mesh(*shape_of(config.mesh)), self.rates)
+            us, share = dict(found.us), _share(found, self.rates)
+        else:
+            us = {"dense": workload}
+        waits = self.rates.call_us / steps - sum(us.values())
+        us["host"] = max(us.get("host", 0.0), waits)
+        return Case(
+            choices=point.choices,
+            batch_size=config.loop.batch_size,
+            us={name: part for name, part in us.items() if part > 0},
+            memory_share=share,
         )
-        note(len(cases))
-    return cases
-
-
-def _step(
-    config: Config, workload: Workload | float, rates: Rates
-) -> tuple[dict[str, float], float]:
-    """Returns the parts of a step's time, and its share of the memory."""
-    steps, share = config.loop.steps_per_call, 0.0
-    if isinstance(workload, Workload):
-        workload = dataclasses.replace(workload, steps_per_call=steps)
-        found = estimate(workload, Mesh(*shape_of(config.mesh)), rates)
-        us, share = dict(found.us), _share(found, rates)
-    else:
-        us = {"dense": workload}
-    launched = rates.call_us / steps
-    us["host"] = max(us.get("host", 0.0), launched - sum(us.values()), 0.0)
-    return {name: part for name, part in us.items() if part > 0}, share
 
 
 def _share(found: Estimate, rates: Rates) -> float:

@@ -25,7 +25,7 @@ from loka_jax.search.history import Case, Trial
 LEAST_GAIN = 0.01  # of which a search expects less before it stops
 LEAST_TRIALS = 10  # that it takes, whatever they say
 _SURE = ((0.5, True), (2.0, False))  # shares of memory, and whether they fit
-_LEAST_POINTS = 6  # by which the process itself is fitted
+_LEAST_POINTS = 8  # by which the process itself is fitted
 _RIDGE = 1.0
 
 
@@ -178,7 +178,7 @@ def _process(
     linear = ConstantKernel(0.05, (0.01, 1.0)) * DotProduct(0.1, "fixed")
     smooth = ConstantKernel(0.01, (3e-3, 0.3)) * Matern(1.0, (0.5, 5.0), nu=2.5)
     optimizer: Any = "fmin_l_bfgs_b" if len(y) >= _LEAST_POINTS else None
-    kernel = linear + smooth + WhiteKernel(1e-3, (5e-4, 0.02))
+    kernel = linear + smooth + WhiteKernel(3e-3, (1e-3, 0.1))
     model = GaussianProcessRegressor(kernel, optimizer=optimizer)
     center = float(np.mean(y)) if len(y) else 0.0
     if len(y):

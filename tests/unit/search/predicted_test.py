@@ -18,9 +18,9 @@ CONFIG = tiny("fp8_dlrm")
 
 def test_more_steps_a_call_wait_less_for_the_host():
     points, _ = points_of(CONFIG, axes_of(CONFIG, ["steps-per-call=1,4"], 1))
-    seen = []
-    one, four = predicted.cases_of(points, schema_of(CONFIG), seen.append)
-    assert seen == [1, 2]
+    predict = predicted.Predictor.here(schema_of(CONFIG))
+    one, four = map(predict, points)
+    assert len(predict.workloads) == 1
     assert sum(one.us.values()) == pytest.approx(Rates().call_us)
     assert one.us["dense"] == four.us["dense"] > 0 and one.us["fetch"] > 0
     assert four.us.get("host", 0.0) < one.us["host"]
@@ -32,8 +32,8 @@ def test_a_mesh_exchanges_rows():
     config = dataclasses.replace(
         CONFIG, mesh=dataclasses.replace(CONFIG.mesh, replicas=2, shards=4)
     )
-    points, _ = points_of(config, [])
-    (case,) = predicted.cases_of(points, schema_of(config))
+    ((point,), _) = points_of(config, [])
+    case = predicted.Predictor.here(schema_of(config))(point)
     assert {"route", "replicas", "dense sum"} <= set(case.us)
 
 
