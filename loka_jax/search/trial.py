@@ -44,7 +44,7 @@ from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.watch.host_state import Progress
 
 PROGRAM = (sys.executable, "-m", "loka_jax.search.trial")
-_LOG_EVERY = 16  # steps; a multiple of all steps of a call
+_LOG_EVERY = 64  # steps: as train.py by default
 _LEAST_RATES, _LEAST_SECONDS, _MOST_RATES = 5, 2.0, 100
 _STEPS, _NEVER = 1_000_000, 2**31 - 1
 _KEPT_OUTPUT = 2000  # characters of the end of what a process printed
