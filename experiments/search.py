@@ -63,19 +63,24 @@ _ROWS = 20  # of the live table
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """A space, its trials so far, and those of other searches."""
+    """A space, the file of its trials, and those of other spaces."""
 
     points: Sequence[Point]
     cases: Sequence[Case]
     history: History
-    earlier: Sequence[Trial]
+    earlier: Sequence[Sequence[Trial]]
+
+    def tried(self) -> tuple[Trial, ...]:
+        """Returns the trials of this space."""
+        keys = {point.key for point in self.points}
+        return tuple(trial for trial in self.history.trials() if trial.key in keys)
 
     def trials(
         self, minutes: float, run: Callable[[Config], Outcome]
     ) -> Iterator[tuple[Trial, ...]]:
         """Yields all trials, at first and after each new one, until the search ends."""
         end = time.monotonic() + 60 * minutes
-        yield (trials := self.history.trials())
+        yield (trials := self.tried())
         while time.monotonic() < end:
             chosen, judged = suggest(self.cases, trials, self.earlier)
             if not any(trial.key == self.cases[0].key for trial in trials):
@@ -88,7 +93,8 @@ class Search:
             if any(trial.is_ok for trial in trials):
                 told["expected"] = math.exp(judged.speed[chosen])
                 told["spread"] = float(judged.spread[chosen])
-            yield (trials := self.history.add(Trial(**told)))
+            self.history.add(Trial(**told))
+            yield (trials := self.tried())
 
 
 def best_of(trials: Sequence[Trial]) -> Trial | None:
@@ -147,11 +153,11 @@ def _search(arguments: list[str]) -> int:
         value = getattr(own, name)
         require(value > 0, f"--{name.replace('_', '-')}", value, "positive")
     folder = own.workdir or pathlib.Path("runs") / f"{config.name}-search"
-    earlier = [trial for path in own.earlier for trial in read_trials(path)]
+    earlier = [read_trials(path) for path in own.earlier]
     console = standard_output()
     search = open_search(config, own.space, folder, earlier, console)
     _run(search, own, console, folder)
-    trials = search.history.trials()
+    trials = search.tried()
     best = best_of(trials)
     if best is None:
         why = trials[-1].why if trials else "there was no time for one"
@@ -165,7 +171,7 @@ def open_search(
     config: Config,
     space: Sequence[str],
     folder: pathlib.Path,
-    earlier: Sequence[Trial],
+    earlier: Sequence[Sequence[Trial]],
     console: Console,
 ) -> Search:
     """Returns a search that begins or goes on; says what its space is.
@@ -193,7 +199,9 @@ def open_search(
         predict = Predictor.here(schema_of(config))
         cases = [predict(point) for point in points]
     console.print(f"{len(points)} configurations.")
-    return Search(points, cases, history, earlier)
+    keys = {point.key for point in points}
+    others = [trial for trial in history.trials() if trial.key not in keys]
+    return Search(points, cases, history, [*earlier, others])
 
 
 def _run(search: Search, options, console: Console, folder: pathlib.Path) -> None:
@@ -202,7 +210,7 @@ def _run(search: Search, options, console: Console, folder: pathlib.Path) -> Non
     def run(config: Config) -> Outcome:
         return next(trial.measured([config], options.trial_seconds))
 
-    own, shown = search.cases[0], 0
+    own, shown, trials = search.cases[0], 0, ()
     with Live(console=console, auto_refresh=False, transient=True) as live:
         for trials in search.trials(options.minutes, run):
             if console.is_terminal:
@@ -212,14 +220,14 @@ def _run(search: Search, options, console: Console, folder: pathlib.Path) -> Non
             for one in trials[shown:]:
                 console.print(f"Tried {changes(one, own)}: {came_of(one)}")
             shown = len(trials)
-    console.print(table_of(search.history.trials(), own, len(trials)))
+    console.print(table_of(trials, own, len(trials)))
 
 
 def _finish(
     search: Search, folder: pathlib.Path, best: Trial, line: str, console: Console
 ) -> None:
     """Writes the winner and the page, and says what came."""
-    trials, own = search.history.trials(), search.cases[0]
+    trials, own = search.tried(), search.cases[0]
     config = next(
         point.config
         for point, case in zip(search.points, search.cases, strict=True)

@@ -61,7 +61,7 @@ class Arguments:
     methods: tuple[str, ...] = ("random", "planner", "tpe", "tuned", "gp", "loka")
 
 
-def by_loka(points: Sequence[Trial], earlier: Sequence[Trial]) -> Choose:
+def by_loka(points: Sequence[Trial], earlier: Sequence[Sequence[Trial]]) -> Choose:
     """Returns the choice of `loka search`."""
     return lambda trials: suggest(points, trials, earlier)[0]
 
@@ -126,7 +126,7 @@ def _tell(study: Any, asked: Any, trial: Trial) -> None:
 
 
 def chooser(
-    method: str, points: Sequence[Trial], earlier: Sequence[Trial], seed: int
+    method: str, points: Sequence[Trial], earlier: Sequence[Sequence[Trial]], seed: int
 ) -> Choose:
     """Returns how a method chooses in a replay with some seed.
 
@@ -213,7 +213,7 @@ def main(options: Arguments) -> int:
     """Replays, prints and writes."""
     by_key = {trial.key: trial for trial in read_trials(options.space)}
     points = list(by_key.values())
-    earlier = [x for path in options.earlier for x in read_trials(path)]
+    earlier = [read_trials(path) for path in options.earlier]
     methods = list(dict.fromkeys(["random", *options.methods]))
     if "gp" in methods and importlib.util.find_spec("torch") is None:
         methods.remove("gp")

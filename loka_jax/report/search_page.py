@@ -1,5 +1,6 @@
 """The page of a search: speed over trials, what mattered, and how it was predicted."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from loka_jax.report import charts
 from loka_jax.report.charts import Figure, Series
 from loka_jax.report.render import number, write_page
+
+_ENDS = (-1.96, 1.96)  # of a 95 % interval
 
 
 def write_search_page(
@@ -59,9 +62,17 @@ def _figures(
         Series("best so far", [*enumerate(best, 1)], "accent"),
         Series("trial", [*enumerate(speeds, 1)], "second", has_dots=True),
     ]
-    expected = [(trial["expected"], trial["speed"]) for trial in trials]
+    known = [x for x in trials if x["speed"] and x["expected"] and x["spread"]]
+    expected = [
+        (
+            x["speed"],
+            x["expected"],
+            *(x["expected"] * math.exp(z * x["spread"]) for z in _ENDS),
+        )
+        for x in known
+    ]
     clouds = [Series("expected by the trials before", expected, "accent")]
     return [
         *charts.curves("Examples/s", series, x="trials"),
-        *charts.scatter("Predicted and measured", clouds, "expected", "measured"),
+        *charts.scatter("Measured and expected", clouds, "measured", "expected"),
     ]

@@ -46,13 +46,15 @@ class Judged(NamedTuple):
 
 
 def judge(
-    cases: Sequence[Case], trials: Sequence[Trial], earlier: Sequence[Trial] = ()
+    cases: Sequence[Case],
+    trials: Sequence[Trial],
+    earlier: Sequence[Sequence[Trial]] = (),
 ) -> Judged:
     """Returns what is thought of the points of a space.
 
     Args:
         trials: of this space.
-        earlier: of others, which teach what choices add to a prediction.
+        earlier: of each other space, which teach what choices add to a prediction.
     """
     ok = [trial for trial in trials if trial.is_ok]
     both = [*cases, *ok]
@@ -72,7 +74,9 @@ def judge(
 
 
 def suggest(
-    cases: Sequence[Case], trials: Sequence[Trial], earlier: Sequence[Trial] = ()
+    cases: Sequence[Case],
+    trials: Sequence[Trial],
+    earlier: Sequence[Sequence[Trial]] = (),
 ) -> tuple[int | None, Judged]:
     """Returns the index of the point to try next, and what is thought of all.
 
@@ -189,14 +193,16 @@ def _process(
     return mean + center, np.maximum(spread, 1e-6)
 
 
-def _added(cases: Sequence[Case], earlier: Sequence[Trial]) -> np.ndarray:
+def _added(cases: Sequence[Case], earlier: Sequence[Sequence[Trial]]) -> np.ndarray:
     """Returns what earlier searches say that the choices of points add."""
     from sklearn.linear_model import Ridge
 
-    known = [trial for trial in earlier if trial.is_ok]
+    spaces = [[trial for trial in space if trial.is_ok] for space in earlier]
+    known = [trial for space in spaces for trial in space]
     if not known:
         return np.zeros(len(cases))
+    off = [np.array([trial.off for trial in space]) for space in spaces if space]
+    y = np.concatenate([own - own.mean() for own in off])  # one is slower as a whole
     features = _features([*cases, *known])
-    y = np.array([trial.off for trial in known])
     model = Ridge(alpha=_RIDGE).fit(features[len(cases) :], y)
-    return model.predict(features[: len(cases)]) - model.intercept_
+    return model.predict(features[: len(cases)])

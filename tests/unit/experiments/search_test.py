@@ -64,6 +64,11 @@ def test_the_winner_is_told_and_is_a_configuration_of_train_py(run, tmp_path, tr
 
     code, said, _ = searched(run, folder)  # nothing is left to gain
     assert code == 0 and len(tried) == len(trials)
+    code, said, _ = searched(run, folder, "--space", "batch-size=64", "mesh=1x1")
+    assert code == 0 and "Best: steps-per-call 4: 4,128" in said
+    smaller = ["--space", "steps-per-call=1,2", "mesh=1x1", "batch-size=64,128"]
+    code, said, _ = searched(run, folder, *smaller)
+    assert code == 0 and "Best: steps-per-call 2: 2,128" in said
     other = tmp_path / "other"
     learned = folder / "trials.json"
     assert searched(run, other, "--earlier", learned)[0] == 0

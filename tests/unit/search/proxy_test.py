@@ -49,7 +49,7 @@ def test_what_is_learned_ranks_the_rest_and_knows_its_error():
 def test_trials_of_another_space_make_the_first_choice_better():
     points, other = space(memory=0.1), space(seed=7, memory=0.1)[::4]
     _, alone = searched(points, trials=1)
-    _, taught = searched(points, trials=1, earlier=other)
+    _, taught = searched(points, trials=1, earlier=[other])
     assert taught[0] < 0.15 < alone[0]
 
 
