@@ -65,7 +65,8 @@ def measure(
             job.result()
 
 
-def _measure(arguments: list[str]) -> int:
+def measure_line(arguments: list[str]) -> int:
+    """Measures as a command line asks, and returns the exit code."""
     parser = Parser(prog="measure_space", add_help=False, allow_abbrev=False)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--space", nargs="+", default=[])
@@ -95,4 +96,4 @@ def _measure(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(lambda: _measure(sys.argv[1:])))
+    sys.exit(run_cli(lambda: measure_line(sys.argv[1:])))
