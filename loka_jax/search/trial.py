@@ -62,7 +62,9 @@ class _Lines:
         self._seconds: list[float] = []
 
     def log(self, line: dict[str, Any], *_: Any) -> None:
-        """Takes a line; raises _Enough."""
+        """Takes a line; raises _Enough, also at the end of a stream's data."""
+        if line.get("kind") == "eval":
+            raise _Enough
         if (rate := line.get("examples_per_second")) is None:
             return
         self.rates.append(rate)
@@ -211,7 +213,7 @@ def outcome_of(config: Config) -> Outcome:
         status = "memory" if no_memory else "crash"
         return Outcome(status=status, why=one_line(error))
     if not rates:
-        return Outcome(status="crash", why="the data end before a line was logged")
+        return Outcome(status="crash", why="the data end before two lines were logged")
     return Outcome(status="ok", rates=tuple(round(rate, 1) for rate in rates))
 
 

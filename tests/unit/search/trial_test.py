@@ -78,6 +78,8 @@ def test_lines_suffice_by_number_and_time():
         for i in range(100):
             lines.log({"examples_per_second": 10.0 + i, "seconds": i / 4})
     assert len(lines.rates) == 9  # 2 seconds from the first to the last
+    with pytest.raises(trial._Enough):  # at the end of the data
+        trial._Lines().log({"kind": "eval", "seconds": 1.0})
 
 
 def test_a_trial_does_nothing_but_train():
