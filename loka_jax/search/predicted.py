@@ -16,6 +16,7 @@ import jax
 
 from loka_jax.data import Schema
 from loka_jax.dispatch.first_use import bf16_us, sites_us
+from loka_jax.dispatch.group_times import group_us
 from loka_jax.dispatch.local import local_performance
 from loka_jax.dispatch.outlook import STEP_OVER_SITES
 from loka_jax.dispatch.performance import PerformanceModel
@@ -112,11 +113,22 @@ def _sites_us(
     if performance is None:
         return 3 * sum(site.flops for site in sites) / _FLOPS_US
     if config.plan == OFF:
-        return sum(_site_us(site, performance) for site in sites)
+        return _by_recipe_us(sites, performance)
     options = config.dispatch
     rules, limits = options.by_pattern, options.limits
     plan = make_plan(sites, performance, limits=limits, rules=rules)
     return sites_us(plan, sites, performance)
+
+
+def _by_recipe_us(sites: Sequence[Site], performance: PerformanceModel) -> float:
+    """Returns the microseconds of sites in their own recipes, and of their groups."""
+    us, roofline = 0.0, performance.roofline
+    apart = [site for site in sites if roofline is None or not site.in_group]
+    if roofline is not None:
+        recipes = {site.path: site.plan.choice.recipe for site in sites}
+        groups = {site.group for site in sites if site.in_group and site.group}
+        us = sum(group_us(x, recipes, "training", roofline) for x in groups)
+    return us + sum(_site_us(site, performance) for site in apart)
 
 
 def _site_us(site: Site, performance: PerformanceModel) -> float:

@@ -6,9 +6,14 @@ import types
 import pytest
 
 from experiments.plan import schema_of
+from loka_jax.dispatch.group_times import group_us
 from loka_jax.dispatch.outlook import STEP_OVER_SITES
+from loka_jax.dispatch.plan import DispatchPlan
+from loka_jax.dispatch.table import Entry
+from loka_jax.measure.roofline import Roofline
 from loka_jax.search import predicted
 from loka_jax.search.space import axes_of, points_of
+from loka_jax.train.model import model_of
 from loka_jax.train.planner.mesh_plan import Rates
 from loka_jax.train.planning import OFF
 from tests.support.configs import tiny
@@ -37,17 +42,44 @@ def test_a_mesh_exchanges_rows():
     assert {"route", "replicas", "dense sum"} <= set(case.us)
 
 
+def known(times, roofline=None):
+    """Returns times that are the same at every site."""
+    estimates = types.SimpleNamespace(entry=Entry(times={"training": times}))
+    return types.SimpleNamespace(estimates=lambda _: estimates, roofline=roofline)
+
+
+def listed(config, schema):
+    return model_of(config, schema).list_sites(DispatchPlan())
+
+
 def test_sites_take_what_dispatch_knows_of_their_recipes():
     """Of a plan that is off: each site's own recipe, or XLA's bfloat16."""
-    config = dataclasses.replace(CONFIG, plan=OFF)
+    config, schema = dataclasses.replace(CONFIG, plan=OFF), schema_of(CONFIG)
     times = {"xla bf16": 10.0, "xla fp8_tensorwise_delayed_bf16_drhs": 3.0}
-    entry = types.SimpleNamespace(times={"training": times})
-    estimates = types.SimpleNamespace(entry=entry)
-    known = types.SimpleNamespace(estimates=lambda _: estimates)
-    schema = schema_of(config)
-    workload = predicted._workload(config, schema, known)
-    sites = predicted.model_of(config, schema).list_sites(predicted.DispatchPlan())
+    workload = predicted._workload(config, schema, known(times))
+    sites = listed(config, schema)
     own = sum("fp8" in site.recipe for site in sites)
     assert 0 < own < len(sites)
     expected = STEP_OVER_SITES * (3 * own + 10 * (len(sites) - own))
     assert workload.dense_us == pytest.approx(expected)
+
+
+def test_sites_that_run_in_groups_take_the_time_of_these():
+    model = CONFIG.model.clone(recipe="bf16", norm="block", implementation="group")
+    config = dataclasses.replace(CONFIG, plan=OFF, model=model)
+    schema = schema_of(config)
+    roofline = Roofline(
+        bytes_per_us=2e6,
+        fp8_flops_per_us=1e9,
+        bf16_flops_per_us=5e8,
+        launch_us=1.0,
+        sms=132,
+    )
+    workload = predicted._workload(config, schema, known({"xla bf16": 10.0}, roofline))
+    sites = listed(config, schema)
+    recipes = {site.path: site.plan.choice.recipe for site in sites}
+    groups = {site.group for site in sites if site.in_group}
+    assert groups
+    us = sum(group_us(group, recipes, "training", roofline) for group in groups)
+    us += 10 * sum(not site.in_group for site in sites)
+    assert workload.dense_us == pytest.approx(STEP_OVER_SITES * us)
