@@ -54,13 +54,12 @@ def write_search_page(
 def _figures(
     speeds: Sequence[float | None], trials: Sequence[Mapping[str, Any]]
 ) -> list[Figure]:
-    best, so_far = [], None
-    for speed in speeds:
-        so_far = max((x for x in (so_far, speed) if x is not None), default=None)
-        best.append(so_far)
+    best = [
+        max(filter(None, speeds[: n + 1]), default=None) for n in range(len(speeds))
+    ]
     series = [
-        Series("best so far", [*enumerate(best, 1)], "accent"),
-        Series("trial", [*enumerate(speeds, 1)], "second", has_dots=True),
+        Series("best so far", _over_trials(best), "accent"),
+        Series("trial", _over_trials(speeds), "second", has_dots=True),
     ]
     known = [x for x in trials if x["speed"] and x["expected"] and x["spread"]]
     expected = [
@@ -76,3 +75,7 @@ def _figures(
         *charts.curves("Examples/s", series, x="trials"),
         *charts.scatter("Measured and expected", clouds, "measured", "expected"),
     ]
+
+
+def _over_trials(values: Sequence[float | None]) -> list[tuple[float | None, ...]]:
+    return [(float(n), value) for n, value in enumerate(values, 1)]

@@ -189,7 +189,7 @@ def _process(
         with warnings.catch_warnings():  # a bound of the kernel is as good as any
             warnings.simplefilter("ignore", ConvergenceWarning)
             model.fit(x, y - center)
-    mean, spread = model.predict(at, return_std=True)
+    mean, spread = map(np.atleast_1d, model.predict(at, return_std=True))
     return mean + center, np.maximum(spread, 1e-6)
 
 

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import threading
 import time
-import types
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,8 +34,10 @@ from loka_jax.measure.compiling import keep_compiled
 from loka_jax.search.history import Outcome
 from loka_jax.terminal import clip, one_line
 from loka_jax.train.build import build
+from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.config import Config
 from loka_jax.train.folder.config_file import read_config
+from loka_jax.train.folder.record import METRICS, RunRecord
 from loka_jax.train.logs.progress import TrainingProgress
 from loka_jax.train.logs.timing import Profiler
 from loka_jax.train.loop import Loop
@@ -54,14 +55,15 @@ class _Enough(Exception):
     """The lines of a trial suffice."""
 
 
-class _Lines:
-    """Takes the place of a record: keeps the rates of log lines."""
+class _Lines(RunRecord):
+    """A record that writes nothing, and keeps the rates of log lines."""
 
     def __init__(self):
+        super().__init__("", config={}, writes=False)
         self.rates: list[float] = []
         self._seconds: list[float] = []
 
-    def log(self, line: dict[str, Any], *_: Any) -> None:
+    def log(self, line: Mapping[str, Any], name: str = METRICS) -> None:
         """Takes a line; raises _Enough, also at the end of a stream's data."""
         if line.get("kind") == "eval":
             raise _Enough
@@ -73,9 +75,6 @@ class _Lines:
         is_long = self._seconds[-1] - self._seconds[0] >= _LEAST_SECONDS
         if warm >= _MOST_RATES or (warm >= _LEAST_RATES and is_long):
             raise _Enough
-
-    def write(self, *_: Any) -> None:
-        """Keeps nothing of a plan that changes."""
 
 
 def as_trial(config: Config) -> Config:
@@ -101,20 +100,20 @@ def rates_of(config: Config) -> list[float]:
     lines, progress = _Lines(), Progress(position=Position(0, 0, config.seed))
     display = TrainingProgress(Console(file=io.StringIO()))
     display.begin(run.total_steps, 0)
-    no_folder: Any = types.SimpleNamespace(wait=lambda: None, latest_step=lambda: None)
-    record: Any = lines
-    loop = Loop(
-        run,
-        run.init(),
-        progress,
-        record=record,
-        checkpoints=no_folder,
-        best=no_folder,
-        display=display,
-        profiler=Profiler(range(0), pathlib.Path()),
-    )
-    with contextlib.suppress(_Enough):
-        loop.train(StopRequest())
+    with tempfile.TemporaryDirectory() as folder:  # which stays empty
+        with Checkpoints(folder, keep=1) as checkpoints:
+            loop = Loop(
+                run,
+                run.init(),
+                progress,
+                record=lines,
+                checkpoints=checkpoints,
+                best=checkpoints,
+                display=display,
+                profiler=Profiler(range(0), pathlib.Path(folder)),
+            )
+            with contextlib.suppress(_Enough):
+                loop.train(StopRequest())
     return lines.rates[1:]
 
 
