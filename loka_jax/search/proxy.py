@@ -25,6 +25,7 @@ from loka_jax.search.history import Case, Trial
 LEAST_GAIN = 0.01  # of which a search expects less before it stops
 LEAST_TRIALS = 10  # that it takes, whatever they say
 _SURE = ((0.5, True), (2.0, False))  # shares of memory, and whether they fit
+_EXPLORE_AFTER = 2  # trials with a speed: the next is where least is known
 _LEAST_POINTS = 8  # by which the process itself is fitted
 _RIDGE = 1.0
 
@@ -87,8 +88,12 @@ def suggest(
     left = [i for i, case in enumerate(cases) if case.key not in tried]
     if not left:
         return None, judged
+    ok = sum(trial.is_ok for trial in trials)
+    likely = [i for i in left if judged.works[i] >= 0.5]
+    if ok == _EXPLORE_AFTER and likely:
+        return max(likely, key=lambda i: judged.spread[i]), judged
     best = max(left, key=lambda i: judged.gain[i])
-    gains = any(trial.is_ok for trial in trials) and judged.gain[best] >= LEAST_GAIN
+    gains = ok and judged.gain[best] >= LEAST_GAIN
     if len(trials) >= LEAST_TRIALS and not gains:
         return None, judged
     return best, judged
@@ -179,7 +184,7 @@ def _process(
         WhiteKernel,
     )
 
-    linear = ConstantKernel(0.05, (0.01, 1.0)) * DotProduct(0.1, "fixed")
+    linear = ConstantKernel(0.05, (0.01, 4.0)) * DotProduct(0.1, "fixed")
     smooth = ConstantKernel(0.01, (3e-3, 0.3)) * Matern(1.0, (0.5, 5.0), nu=2.5)
     optimizer: Any = "fmin_l_bfgs_b" if len(y) >= _LEAST_POINTS else None
     kernel = linear + smooth + WhiteKernel(3e-3, (1e-3, 0.1))

@@ -60,6 +60,12 @@ MISTAKES = [
         "    added = _added(both, ())",
     ),
     Mistake(
+        "no trial explores",
+        f"{_SEARCH}/proxy.py",
+        "    if ok == _EXPLORE_AFTER and likely:",
+        "    if ok == -_EXPLORE_AFTER and likely:",
+    ),
+    Mistake(
         "what changes the numbers is searched unasked",
         f"{_SEARCH}/space.py",
         "if known.why_named is None]",

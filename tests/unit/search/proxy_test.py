@@ -46,6 +46,21 @@ def test_what_is_learned_ranks_the_rest_and_knows_its_error():
     assert told["in_95_interval"] > 0.8
 
 
+def test_predictions_that_are_wrong_as_a_whole_are_found_out():
+    """Small batches are fast, and predicted to be slow."""
+    points = [
+        dataclasses.replace(
+            point,
+            rates=tuple(x * (2048 / point.batch_size) ** 2 for x in point.rates),
+        )
+        for point in space(seed=3)
+    ]
+    _, regret = searched(points, trials=12)
+    assert regret[1] > 0.5 and regret[-1] < 0.15
+    chosen, judged = proxy.suggest(points, points[:2])  # the third trial explores
+    assert judged.spread[chosen] == judged.spread.max()
+
+
 def test_trials_of_another_space_make_the_first_choice_better():
     points, other = space(memory=0.1), space(seed=7, memory=0.1)[::4]
     _, alone = searched(points, trials=1)
