@@ -85,6 +85,11 @@ class Ahead:
         self._compiling: concurrent.futures.Future | None = None
         self.has_run = False
 
+    @property
+    def is_begun(self) -> bool:
+        """True if it has run, or a job compiles it."""
+        return self.has_run or self._compiling is not None
+
     def ahead(self, *arguments: Any) -> Callable[[], None]:
         """Returns a job that compiles the function, by the types of its arguments.
 

@@ -1,8 +1,8 @@
 """Makes what a run may need next, in threads, while it trains on one device.
 
-Before its first step:
+Before its first step in FP8, and the first of a new plan:
 
-    first      compiles what the first steps of a plan in FP8 run
+    first      compiles what the next steps run
 
 After it, beside its own steps, in two threads:
 
@@ -31,21 +31,32 @@ from loka_jax.train.watch.looks import look_step, watched
 
 
 def make_first(run: Run, state: TrainState, progress: Progress, batch: Batch) -> None:
-    """Compiles what the first steps of a plan with delayed scales run, side by side.
+    """Compiles what the next steps of a plan run, side by side.
 
     All are lowered before the first is compiled, as a Mosaic kernel that was lowered
     beside a compilation has ended the process. A CPU compiles them as they are needed:
-    it has no cores to spare.
+    it has no cores to spare. So does a run that begins in bfloat16, for which one of
+    them is enough.
     """
-    is_delayed = run.planned.is_delayed and not scales_initialized(state)
-    if not (is_delayed and _compiles_ahead(run)) or jax.default_backend() == "cpu":
+    is_delayed = run.planned.is_delayed
+    is_first = is_delayed and not scales_initialized(state)
+    if not (is_first or progress.step) or not _compiles_ahead(run):
         return
-    probe = run.config.probe.config_at(progress.step)
-    first: Any = run.train_step() if probe is None else probe_step(run, probe)
-    jobs = [first.lowered(state, batch)]
-    for steps in run.config.loop.calls:
-        step = run.train_step(scales_initialized=True, steps=steps)
-        jobs.append(step.lowered(state, *[batch] * steps))
+    if jax.default_backend() == "cpu":
+        return
+    programs: list[tuple[Any, int]] = [
+        (run.train_step(scales_initialized=is_delayed, steps=steps), steps)
+        for steps in run.config.loop.calls
+    ]
+    if is_first:
+        probe = run.config.probe.config_at(progress.step)
+        first: Any = run.train_step() if probe is None else probe_step(run, probe)
+        programs.insert(0, (first, 1))
+    jobs = [
+        program.lowered(state, *[batch] * steps)
+        for program, steps in programs
+        if not program.is_begun
+    ]
     for job in jobs:
         _begin([job])
 

@@ -57,6 +57,7 @@ class Loop:
         self.clock = Clock(self.progress)
         self._scales_initialized = False
         self._has_begun = self._is_blind = False
+        self._is_new_plan = True
         self._batch: Batch | None = None
         self._looks = Looks(self.display.say)
 
@@ -195,8 +196,9 @@ class Loop:
             self.state = replan.with_scales(self.run, self.state)
 
     def _make_first(self, batch: Batch):
-        """Begins to compile what the first step needs, before it."""
-        if not self._has_begun:
+        """Begins to compile what the next steps of a new plan need."""
+        if self._is_new_plan:
+            self._is_new_plan = False
             with self.display.doing("compiling"):
                 make_first(self.run, self.state, self.progress, batch)
 
@@ -215,7 +217,7 @@ class Loop:
             changes=(*change.progress.changes, *change.said),
             replanned=change.progress.step,
         )
-        self._scales_initialized = False
+        self._scales_initialized, self._is_new_plan = False, True
         for sentence in change.said:
             self.display.say(sentence)
 

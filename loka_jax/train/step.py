@@ -198,6 +198,11 @@ class TrainStep:
         """True once it was called."""
         return self._program.has_run
 
+    @property
+    def is_begun(self) -> bool:
+        """True once it was called, or a job compiles it."""
+        return self._program.is_begun
+
     def ahead(self, state: TrainState, *batches: Batch) -> Callable[[], None]:
         """Returns a job that compiles the step on one device, see `Ahead`."""
         return self._program.ahead(_unobserved(state), *batches)

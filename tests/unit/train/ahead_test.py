@@ -52,37 +52,44 @@ def test_a_function_is_lowered_here_and_compiled_by_the_job():
 
 
 @pytest.mark.parametrize("probe_begins", [0, 64])
-@pytest.mark.parametrize("case", ["fp8", "bf16", "scales", "mesh", "cpu"])
+@pytest.mark.parametrize(
+    "case", ["fp8", "bf16", "scales", "mesh", "cpu", "bf16 later", "fp8 later", "hoped"]
+)
 def test_first_steps_of_fp8_are_lowered_one_by_one_and_compiled_beside_each_other(
     monkeypatch, case, probe_begins
 ):
+    known = ("scales", "fp8 later", "hoped")
     done, config = [], support.config(steps_per_call=2)
     config = config.observed(probe_begins, ("fp8_rowwise",))
     run = mock.Mock(config=config)
     run.placement.size = 2 if case == "mesh" else 1
-    run.planned.is_delayed = case != "bf16"
+    is_delayed = run.planned.is_delayed = not case.startswith("bf16")
 
     def program(name):
         def lowered(state, *batches):
             done.append(f"lowered {name}, {len(batches)}")
             return lambda: done.append(f"compiled {name}")
 
-        return mock.Mock(lowered=lowered)
+        return mock.Mock(lowered=lowered, is_begun=case == "hoped")
 
     run.train_step = lambda scales_initialized=False, steps=1: program(
         f"steps, {scales_initialized}"
     )
     monkeypatch.setattr(ahead, "probe_step", lambda run, probe: program("probe"))
-    monkeypatch.setattr(ahead, "scales_initialized", lambda state: case == "scales")
+    monkeypatch.setattr(ahead, "scales_initialized", lambda state: case in known)
     monkeypatch.setattr(ahead.threading, "Thread", _at_once)
     backend = "cpu" if case == "cpu" else "gpu"
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    ahead.make_first(run, "state", mock.Mock(step=0), "batch")
+    step = 64 if "later" in case or case == "hoped" else 0
+    ahead.make_first(run, "state", mock.Mock(step=step), "batch")
     first = "probe" if probe_begins == 0 else "steps, False"
-    later = "steps, True"
-    wanted = [f"lowered {x}" for x in (f"{first}, 1", f"{later}, 1", f"{later}, 2")]
-    wanted += [f"compiled {x}" for x in (first, later, later)]
-    assert done == (wanted if case == "fp8" else [])
+    later = f"steps, {is_delayed}"
+    lowered, compiled = [f"{later}, 1", f"{later}, 2"], [later, later]
+    if case == "fp8":
+        lowered, compiled = [f"{first}, 1", *lowered], [first, *compiled]
+    wanted = [f"lowered {x}" for x in lowered] + [f"compiled {x}" for x in compiled]
+    is_new = case in ("fp8", "bf16 later", "fp8 later")
+    assert done == (wanted if is_new else [])
 
 
 class _Hoped:
