@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from loka_jax.models import InterFormer
-from tests.support.event_runs import assert_order_is_learned
 from tests.support.histories import (
     REAL,
     TASKS,
@@ -255,25 +254,3 @@ def test_every_product_is_a_site():
     own = sites["sequence_0/pffn_sample"]
     longest = MODEL.max_length + CLS
     assert (own.batch, own.spec.m, own.spec.k, own.spec.n) == (B, longest, SUMS, 64)
-
-
-def test_the_order_of_a_history_is_learned(tmp_path):
-    model = InterFormer(
-        dim=16,
-        num_layers=1,
-        num_heads=1,
-        num_embeddings=2,
-        num_sums=1,
-        num_cls=1,
-        num_seeds=1,
-        num_recent=1,
-        item_mlp=(),
-        dot_mlp=(16,),
-        cross_rank=16,
-        head_mlp=(32,),
-        max_length=10,
-        age_buckets=8,
-        recipe="fp8_tensorwise",
-    )
-    data = dict(examples=20_000, history=8, targets="last")
-    assert_order_is_learned(model, tmp_path, batch_size=256, **data)

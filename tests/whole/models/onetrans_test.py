@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from loka_jax.models import OneTrans
-from tests.support.event_runs import assert_order_is_learned
 from tests.support.histories import (
     REAL,
     TASKS,
@@ -136,20 +135,3 @@ def test_every_product_is_a_site():
     assert set(sites) == expected | others | {"head_mlp/dense_0", "head"}
     assert sites["head"].recipe == "f32"
     assert "a batched product" in str(sites["layer_0/scores"].why_not)
-
-
-def test_the_order_of_a_history_is_learned(tmp_path):
-    model = OneTrans(
-        dim=16,
-        num_layers=1,
-        num_heads=1,
-        num_tokens=2,
-        ffn_factor=2,
-        item_mlp=(),
-        head_mlp=(32,),
-        max_length=18,
-        age_buckets=8,
-        recipe="fp8_tensorwise",
-    )
-    data = dict(examples=30_000, history=8, targets="all")
-    assert_order_is_learned(model, tmp_path, batch_size=64, **data)
