@@ -72,7 +72,7 @@ class Search:
 
     def tried(self) -> tuple[Trial, ...]:
         """Returns the trials of this space."""
-        keys = {point.key for point in self.points}
+        keys = {case.key for case in self.cases}
         return tuple(trial for trial in self.history.trials() if trial.key in keys)
 
     def trials(
@@ -199,7 +199,7 @@ def open_search(
         predict = Predictor.here(schema_of(config))
         cases = [predict(point) for point in points]
     console.print(f"{len(points)} configurations.")
-    keys = {point.key for point in points}
+    keys = {case.key for case in cases}
     others = [trial for trial in history.trials() if trial.key not in keys]
     return Search(points, cases, history, [*earlier, others])
 

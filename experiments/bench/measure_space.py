@@ -84,8 +84,8 @@ def measure_line(arguments: list[str]) -> int:
     points, refused = points_of(config, axes_of(config, own.space, devices))
     about = {"config": config.identity(), "versions": versions()}
     history = History(own.out, about | {"commit": results.origin()["commit"]})
-    tried = {trial.key for trial in history.trials()}
-    left = [point for point in points if point.key not in tried]
+    tried = [trial.choices for trial in history.trials()]
+    left = [point for point in points if point.choices not in tried]
     random.Random(0).shuffle(left)
     print(f"{len(points)} points, {len(left)} left; refused: {refused}", flush=True)
     environments = [{"CUDA_VISIBLE_DEVICES": str(i)} for i in range(own.gpus or 0)]

@@ -48,11 +48,6 @@ class Point(NamedTuple):
     choices: dict[str, str]
     config: Config
 
-    @property
-    def key(self) -> tuple[tuple[str, str], ...]:
-        """What tells a point from the others of its space."""
-        return tuple(sorted(self.choices.items()))
-
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
