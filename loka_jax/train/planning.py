@@ -1,6 +1,7 @@
 """Chooses the plan that a run follows, with notes for the user."""
 
 import dataclasses
+import functools
 import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -201,7 +202,7 @@ class _ByTimes:
         later runs, too.
         """
         hoped = as_if_accurate(self.sites) if errors is None else errors
-        check = lambda turns: self._checked(performance, hoped, turns)  # noqa: E731
+        check = functools.partial(self._checked, performance, hoped)
         hope = Hope(check, is_awaited=is_awaited)
         if not self.is_alone:
             hope.checked()
