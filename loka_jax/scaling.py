@@ -1,22 +1,19 @@
 """Scales of the operands of a site: from this step's amax, or from a history.
 
-Current scaling needs no state. Delayed scaling keeps, for the three operands of a site
-(lhs, rhs, g, in this order), the scales that the amaxes of the last H steps would give,
-and the scale of the next step:
+Current scaling needs no state. Delayed scaling keeps, for lhs, rhs and g of a site, the
+scales that the amaxes of the last H steps would give, and that of the next step:
 
     f = compute_scale_inv(amax)      scale_inv = min(max over the window of f, limit)
 
 Without the limit an outlier, such as a sentinel among the features, would set the scale
 of the whole window, and all other values would flush to zero. The limit lies above the
 level of the window, which is the largest f that `_HELD_STEPS` steps in a row reached,
-by all that the format spares: `_KEPT_BITS` bits of normal numbers are left below the
-level. Outliers saturate. Where the amaxes of a window lie within a factor of 8, as in
-healthy training, there is no difference. A gradient may reach 1,024 levels: a click
-among batches without one is no outlier.
+by all that the format spares: `_KEPT_BITS` bits of normal numbers are left below it.
+Outliers saturate. Amaxes within a factor of 8, as in healthy training, never do. A
+gradient may reach 1,024 levels: a click among batches without one is no outlier.
 
-The state is an array of float32 that its "gradient" replaces. It is stored such that
-sums, means and multiples of states read as their maximum, see `maxima`: what averages,
-clips or scales all gradients, or all variables, changes no scale.
+The state is float32 that its "gradient" replaces. Sums, means and multiples of states
+read as their maximum, see `maxima`: so what averages, clips or scales changes no scale.
 """
 
 import functools

@@ -2,13 +2,11 @@
 
 A batch is jagged: the rows of its sequences one after another, and rows of padding.
 
-Candidates are events to be scored. The history of one are the strictly earlier events
-of its user that are known. Candidates of one user and time have one history, and are
-rows of one sequence, which do not see each other: many are scored for little more than
-one.
+Candidates are events to be scored. The history of one are the known, strictly earlier
+events of its user. Those of one user and time share it, in one sequence, as rows that
+do not see each other: many cost little more than one.
 
-Exported models have a copy of this file, which imports NumPy alone, so that they make
-the same batches.
+Exported models have a copy of this file, which imports NumPy alone.
 
 E is the number of events, B that of sequences, P of fields of a sample, R of rows that
 are no padding, N of labels.
@@ -327,8 +325,7 @@ def candidate_batches(
         past: the records of known events, see `record_dtype_of`.
         new: those of the candidates, whose labels are not read. They may be known, too.
         layout: of the sequences that the model has learned from.
-        shapes: that batches may have, in rising order; the last holds the longest
-            sequence.
+        shapes: of batches, in rising order; the last holds the longest sequence.
     """
     order = np.lexsort((new["time"], new["user"]))
     past, new = past[np.lexsort((past["time"], past["user"]))], new[order]
