@@ -32,7 +32,7 @@ from loka_jax import jsonfile
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch.attention import in_bf16 as bf16_of
 from loka_jax.dispatch.candidates import why_not_runnable
-from loka_jax.dispatch.first_use import CheckedPlan, check_plan
+from loka_jax.dispatch.first_use import Budget, CheckedPlan, check_plan
 from loka_jax.dispatch.header import Header, header_here
 from loka_jax.dispatch.local import local_performance
 from loka_jax.dispatch.model_loss import RECIPES, ModelLoss, loss_of
@@ -245,9 +245,8 @@ class _Choosing:
             functools.partial(make_plan, self.sites),
             self.sites,
             performance,
-            max(self._left() / 2, 1.0),
+            Budget(max(self._left() / 2, 1.0), "adopt(..., seconds=...)"),
             self.say,
-            budget="adopt(..., seconds=...)",
         )
         if jax.process_count() > 1:
             same_text(jsonfile.dumps(plans.as_json(checked.plan)))

@@ -3,8 +3,9 @@
     plan -> candidates not measured here yet -> checked and timed -> plan again
 
 until all that is chosen was checked, and all that would be if predicted times were at
-the ends of their intervals; or until the budget is spent: sites then give up what was
-not checked. Results go to the user's cache, so a model is checked once.
+the ends of their intervals, where that may save more of the run than it takes; or until
+the budget is spent: sites then give up what was not checked. Results go to the user's
+cache, so a model is checked once.
 """
 
 import itertools
@@ -28,7 +29,24 @@ from loka_jax.recipe import RECIPES, ROLES
 from loka_jax.site import BF16, Choice, SiteSpec
 
 _DOUBT = 1.0  # spreads off its prediction at which a time may lie
+# Of a check beside others at a time, on an H200: 2 kernels took 30 s, 14 took 44 s.
+_SECONDS, _SECONDS_A_KERNEL = 28.0, 1.2
 NOT_CHECKED = "was not checked within"
+
+
+class Budget(NamedTuple):
+    """What checks of kernels may take.
+
+    Attributes:
+        seconds: after which a check under way is ended.
+        option: the user's name for them.
+        steps: of the run that waits for the checks; None if none waits, or if what is
+            planned serves for longer than one run.
+    """
+
+    seconds: float
+    option: str = "--dispatch.check-seconds"
+    steps: int | None = None
 
 
 class CheckedPlan(NamedTuple):
@@ -46,28 +64,25 @@ def check_plan(
     make_plan: Callable[[PerformanceModel], DispatchPlan],
     sites: Sequence[Site],
     performance: PerformanceModel,
-    seconds: float,
+    budget: Budget,
     say: Callable[[str], None] = print,
     *,
     pass_name: str = "training",
-    budget: str = "--dispatch.check-seconds",
     turns: Turns | None = None,
 ) -> CheckedPlan:
     """Returns a plan for a pass, without choices that were never checked.
 
-    When the budget of seconds is spent, a check under way is ended.
-
     Args:
-        budget: the user's name for it.
         turns: as in `measure_all`.
     """
-    start, left = time.monotonic(), seconds
-    if seconds > 0 and turns is None:  # else before, while nothing else ran
+    start, left = time.monotonic(), budget.seconds
+    if left > 0 and turns is None:  # else before, while nothing else ran
         performance = with_attention_times(performance, sites, say)
         left -= time.monotonic() - start
     plan = make_plan(performance)
     while left > 0:
-        if not (jobs := to_check(make_plan, sites, performance, pass_name)):
+        jobs = to_check(make_plan, sites, performance, pass_name, steps=budget.steps)
+        if not jobs:
             break
         say(
             f"Checking and timing {len(jobs)} kernels that run for the first time, for "
@@ -81,7 +96,7 @@ def check_plan(
         plan = make_plan(performance)
     given_up: set[SiteSpec] = set()
     while jobs := unchecked([plan], sites, performance, pass_name):
-        performance = _without(jobs, performance, seconds)
+        performance = _without(jobs, performance, budget.seconds)
         given_up |= {job.spec for job in jobs}
         plan = make_plan(performance)
     entries = [performance.estimates(site.spec).entry for site in sites]
@@ -89,9 +104,9 @@ def check_plan(
     notes = ()
     if given_up:
         notes += (
-            f"Kernels of {len(given_up)} sites were not checked within {seconds:.3g} "
-            f"seconds and do not run: {budget} allows more, and what was checked is "
-            "kept.",
+            f"Kernels of {len(given_up)} sites were not checked within "
+            f"{budget.seconds:.3g} seconds and do not run: {budget.option} allows "
+            "more, and what was checked is kept.",
         )
     if too_large:
         notes += (
@@ -108,10 +123,28 @@ def to_check(
     sites: Sequence[Site],
     performance: PerformanceModel,
     pass_name: str = "training",
+    *,
+    steps: int | None = None,
 ) -> list[Job]:
-    """Returns the first jobs of `check_plan`."""
-    plans = (make_plan(performance), make_plan(performance.hopeful(_DOUBT)))
-    return unchecked(plans, sites, performance, pass_name)
+    """Returns the first jobs of `check_plan`.
+
+    Those of choices that only may be faster are left out if they cost the `steps` of a
+    run more than they may save.
+    """
+    plan = make_plan(performance)
+    hoped = make_plan(performance.hopeful(_DOUBT))
+    needed = unchecked([plan], sites, performance, pass_name)
+    all_jobs = unchecked([plan, hoped], sites, performance, pass_name)
+    if steps is None:
+        return all_jobs
+    now, then = (sites_us(x, sites, performance) for x in (plan, hoped))
+    costs = check_seconds(len(all_jobs)) - check_seconds(len(needed))
+    return all_jobs if (now - then) * steps / 1e6 > costs else needed
+
+
+def check_seconds(kernels: int) -> float:
+    """Returns about how many seconds a check of some kernels takes."""
+    return _SECONDS + kernels * _SECONDS_A_KERNEL if kernels else 0.0
 
 
 def as_if_accurate(sites: Sequence[Site]) -> dict[str, RoleErrors]:

@@ -25,6 +25,7 @@ from loka_jax.dispatch.first_use import (
     NOT_CHECKED,
     as_if_accurate,
     bf16_us,
+    check_seconds,
     sites_us,
 )
 from loka_jax.dispatch.performance import PerformanceModel
@@ -39,8 +40,6 @@ _LARGER = (4, 16)  # batches that are tried
 # Of a training step with so many sites, and of an evaluation: Wukong M's 30 sites took
 # 27 and 6 s on an H200.
 _STEP_SECONDS_A_SITE, _EVALUATION_SECONDS_A_SITE = 0.9, 0.2
-# A check of kernels: processes start, and 14 kernels took 40 s, four at a time.
-_CHECK_SECONDS, _CHECK_SECONDS_A_KERNEL = 12.0, 2.0
 # A training step over its sites: Wukong M's took 22 and 15 ms.
 STEP_OVER_SITES = 1.5
 
@@ -226,8 +225,7 @@ def entering(
 
 def seconds_of(sites: Sequence[Site], programs: int, kernels: int = 0) -> float:
     """Returns the seconds of compiling programs of steps, and of checking kernels."""
-    checks = _CHECK_SECONDS + kernels * _CHECK_SECONDS_A_KERNEL if kernels else 0.0
-    return programs * _STEP_SECONDS_A_SITE * len(sites) + checks
+    return programs * _STEP_SECONDS_A_SITE * len(sites) + check_seconds(kernels)
 
 
 def steps_meanwhile(

@@ -34,7 +34,7 @@ from loka_jax.data import Batch, Events
 from loka_jax.data.batch import Bag
 from loka_jax.data.crosses import crossed, crosses_of
 from loka_jax.dispatch import plan as plans
-from loka_jax.dispatch.first_use import check_plan
+from loka_jax.dispatch.first_use import Budget, check_plan
 from loka_jax.dispatch.local import local_performance
 from loka_jax.dispatch.plan import DispatchPlan
 from loka_jax.export.rows import Encoding, Inputs
@@ -147,7 +147,7 @@ def plan_of(
     )
     if performance is None:
         return make_plan(None)
-    how = make_plan, sites, performance, options.check_seconds, print
+    how = make_plan, sites, performance, Budget(options.check_seconds)
     return check_plan(*how, pass_name="inference").plan
 
 

@@ -13,6 +13,7 @@ from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch.at_start import tune_at_start
 from loka_jax.dispatch.candidates import why_not_runnable
 from loka_jax.dispatch.first_use import (
+    Budget,
     CheckedPlan,
     as_if_accurate,
     check_plan,
@@ -136,7 +137,8 @@ class _ByTimes:
     def choose(self, performance: PerformanceModel) -> ChosenPlan:
         """Returns the plan, and whether Probe is to find out what would change it."""
         every = self.config.probe.every
-        plan, performance, notes = self._checked(performance, self.kept)
+        checked = self._checked(performance, self.kept, steps=self.steps)
+        plan, performance, notes = checked
         chosen = ChosenPlan(plan, notes, performance)
         if every:
             return chosen._replace(hope=self.hope(performance))
@@ -202,7 +204,8 @@ class _ByTimes:
         later runs, too.
         """
         hoped = as_if_accurate(self.sites) if errors is None else errors
-        check = functools.partial(self._checked, performance, hoped)
+        steps = None if self.is_alone else self.steps
+        check = functools.partial(self._checked, performance, hoped, steps=steps)
         hope = Hope(check, is_awaited=is_awaited)
         if not self.is_alone:
             hope.checked()
@@ -245,12 +248,14 @@ class _ByTimes:
         performance: PerformanceModel,
         errors: Mapping[str, RoleErrors],
         turns: Turns | None = None,
+        *,
+        steps: int | None = None,
     ) -> CheckedPlan:
         def make(known: PerformanceModel) -> DispatchPlan:
             return self._make(self.sites, known, errors)
 
-        seconds = self.config.dispatch.check_seconds
-        return check_plan(make, self.sites, performance, seconds, self.say, turns=turns)
+        budget = Budget(self.config.dispatch.check_seconds, steps=steps)
+        return check_plan(make, self.sites, performance, budget, self.say, turns=turns)
 
     def _entering(
         self,

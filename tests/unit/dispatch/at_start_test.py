@@ -11,7 +11,13 @@ from loka_jax.dispatch import at_start, tuning
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.at_start import Agenda, jobs_worth_measuring, worth_measuring
 from loka_jax.dispatch.candidates import candidates, table_key
-from loka_jax.dispatch.first_use import check_plan, unchecked
+from loka_jax.dispatch.first_use import (
+    Budget,
+    bf16_us,
+    check_plan,
+    check_seconds,
+    unchecked,
+)
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.local import Local
 from loka_jax.dispatch.performance import Estimates, PerformanceModel
@@ -209,8 +215,11 @@ def plan_of(performance):
     return DispatchPlan(tuple((x.path, decision) for x in PAIR))
 
 
-def check(performance, plan=plan_of, seconds=30.0, say=lambda line: None, **options):
-    return check_plan(plan, PAIR, performance, seconds, say, **options)
+BUDGET = Budget(30.0)
+
+
+def check(performance, plan=plan_of, budget=BUDGET, say=lambda _: None, **options):
+    return check_plan(plan, PAIR, performance, budget, say, **options)
 
 
 @pytest.fixture
@@ -270,7 +279,14 @@ def test_what_is_wrong_makes_way_for_the_next_and_without_memory_is_checked_agai
     assert _choice(again) == FIRST and asked == [FIRST] and not again.notes
 
 
-def test_what_may_be_faster_is_measured_before_the_plan_is_made(workers, performance):
+# Both sites may run twice as fast by a kernel. A run waits for its check if that saves
+# more than the check takes, and without a run it is checked in any case.
+@pytest.mark.parametrize(
+    "share, is_checked", [(None, True), (1.01, True), (0.99, False)]
+)
+def test_what_may_be_faster_is_measured_before_the_plan_is_made_if_it_pays(
+    workers, performance, share, is_checked
+):
     _, asked, _ = workers
 
     def ratio(model):
@@ -280,12 +296,16 @@ def test_what_may_be_faster_is_measured_before_the_plan_is_made(workers, perform
     predicted = ratio(performance)
 
     def leaves_xla_for_less(model):
-        choice = SECOND if ratio(model) < 0.99 * predicted else BF16
-        return DispatchPlan(tuple((x.path, Decision(choice, "")) for x in PAIR))
+        fast = ratio(model) < 0.99 * predicted
+        decision = Decision(SECOND, "", speedup=2.0) if fast else Decision(BF16, "")
+        return DispatchPlan(tuple((x.path, decision) for x in PAIR))
 
-    checked = check(performance, leaves_xla_for_less)
+    saved_us = sum(bf16_us(site, performance) / 2 for site in PAIR)
+    enough = check_seconds(2) * 1e6 / saved_us
+    steps = None if share is None else round(share * enough)
+    checked = check(performance, leaves_xla_for_less, Budget(30.0, steps=steps))
     # Measured, both take 5 us: more than the ratio for which it leaves XLA.
-    assert asked == [SECOND, BF16]
+    assert asked == ([SECOND, BF16] if is_checked else [])
     assert _choice(checked) == BF16 and not checked.notes
 
 
@@ -306,7 +326,7 @@ def test_an_inference_plan_is_checked_by_times_of_inference(workers):
 
 def test_what_was_not_checked_does_not_run(workers, performance, monkeypatch):
     monkeypatch.setattr(at_start, "measure_all", lambda *args, **kwargs: [])
-    checked = check(performance, seconds=1e-9)
+    checked = check(performance, budget=Budget(1e-9))
     assert _choice(checked) == BF16
     assert "not checked within 1e-09 seconds" in checked.notes[0]
 

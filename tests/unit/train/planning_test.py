@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from loka_jax.dispatch.first_use import CheckedPlan
+from loka_jax.dispatch.first_use import Budget, CheckedPlan
 from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.local import Local, performance_of
 from loka_jax.dispatch.plan import DispatchPlan, as_json, save
@@ -160,9 +160,9 @@ def test_tuning_comes_before_a_check_of_what_may_run(monkeypatch, tmp_path, ever
     sites = build_lib.build(_config()).sites
     tuned = performance_of(path)
 
-    def check_plan(make_plan, sites, performance, *rest, turns):
+    def check_plan(make_plan, sites, performance, budget, say, *, turns):
         plan = make_plan(performance)
-        asked.append((dict(plan.choices), performance, *rest))
+        asked.append((dict(plan.choices), performance, budget, say))
         return CheckedPlan(plan, performance, ("checked",))
 
     def tune_at_start(sites, seconds, *, name, say):
@@ -175,7 +175,9 @@ def test_tuning_comes_before_a_check_of_what_may_run(monkeypatch, tmp_path, ever
     assert said == [(sites, 7.0, "small", say)] and len(asked) == 1
     if chosen.hope is not None:  # later, in a thread of the run
         chosen.hope.checked()
-    assert [rest for _, *rest in asked] == [[tuned, 5.0, say]] * (2 if every else 1)
+    # The run waits for its own plan only, and what that costs is held against it.
+    budgets = [Budget(5.0, steps=20), Budget(5.0)][: 2 if every else 1]
+    assert [rest for _, *rest in asked] == [[tuned, x, say] for x in budgets]
     assert chosen.notes == ("a note", "checked") and chosen.performance is tuned
     # Errors of others make no FP8; what a review may promote sites to is checked, too.
     fp8 = [{path for path, x in own.items() if x.is_fp8} for own, *_ in asked]
