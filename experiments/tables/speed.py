@@ -1,5 +1,7 @@
 """The tables of times of models and of their sites."""
 
+import itertools
+
 from experiments.tables.cells import (
     Row,
     Table,
@@ -59,6 +61,28 @@ def _wide_models(phase: str) -> Table:
     )
 
 
+def _widths() -> Table:
+    at = "runs.model=tower layer {0},batch={1}.programs."
+    xla, bf16, fp8 = (
+        f"{at}training {x}.us" for x in ("xla bf16", "ours bf16", "ours fp8")
+    )
+    least = "runs.model=tower layer {0},batch={1}.least_us.training $"
+    columns = numbers(f"{at}training $.us", "XLA bf16, us = xla bf16")
+    columns |= numbers(f"{at}training $.us", "kernels bf16, us = ours bf16")
+    columns |= numbers(f"{at}training $.us", "kernels FP8, us = ours fp8")
+    columns |= numbers(least, "products alone, bf16 = bf16; products alone, FP8 = fp8")
+    columns |= {"gain by kernels": times(xla, bf16), "by FP8": times(bf16, fp8)}
+    scored = (f"{at}inference {x}.us" for x in ("ours bf16", "ours fp8"))
+    sizes = itertools.product((8192, 65536), (256, 512, 768, 1024))
+    rows = (f"{width:,}, {rows:,} = {width} | {rows}" for rows, width in sizes)
+    return Table(
+        file="widths_h200",
+        first="width, rows",
+        rows="; ".join(rows),
+        columns=columns | {"by FP8, inference": times(*scored)},
+    )
+
+
 def _fp8_at_best(row: Row) -> str:
     """Returns the gain if all three products took the rate of FP8, the rest as now."""
     m, k, n = (row(f"sites.{{0}}.site.{size}") for size in "mkn")
@@ -102,6 +126,7 @@ SPEED = {
             "FP8 over XLA bf16",
         ),
     ),
+    "widths": _widths(),
     "recipes_wukong_xl": _recipes("recipes_wukong_xl_h200", "4,096"),
     "recipes_dcnv2": _recipes("recipes_mlperf_dcnv2_h100", "65,536", "8,192"),
     "torch": Table(
@@ -243,10 +268,12 @@ SPEED = {
         first="HSTU M, training, 8 sequences of 4,096 rows",
         rows="XLA, dense, bf16 = dense bf16; our kernels, bf16 = ours bf16; "
         "the same, products in FP8 = ours fp8",
-        columns=numbers("rows.arm={0}.$", "samples a second = samples_per_s; us = us")
+        columns=numbers(
+            "rows.case=m,arm={0}.$", "samples a second = samples_per_s; us = us"
+        )
         | {
-            "share of the bf16 peak": percent("rows.arm={0}.mfu"),
-            "memory, GB": number("rows.arm={0}.memory_bytes", 1, 1e9),
+            "share of the bf16 peak": percent("rows.case=m,arm={0}.mfu"),
+            "memory, GB": number("rows.case=m,arm={0}.memory_bytes", 1, 1e9),
         },
     ),
     "embedding_update": Table(
