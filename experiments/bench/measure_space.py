@@ -22,6 +22,7 @@ import jax
 from experiments.bench import result as results
 from experiments.cli import parse, run_cli
 from experiments.plan import schema_of
+from loka_jax.dispatch.pool import Turns
 from loka_jax.fitting import changed
 from loka_jax.options import Parser
 from loka_jax.search.history import History, Trial
@@ -36,22 +37,23 @@ def measure(
     predict: Predictor,
     history: History,
     seconds: float,
-    environments: list[dict[str, str]],
+    environments: list[tuple[dict[str, str], str]],
     end: float,
 ) -> None:
     """Tries groups of points, each in a process, until the end of the budget.
 
     Args:
         seconds: that a trial may take.
-        environments: one for each process at a time.
+        environments: variables, and the folder of its turns, of each process at a time.
     """
     left = iter(list(groups))
 
-    def work(environment: dict[str, str]) -> None:
+    def work(environment: dict[str, str], turns: str) -> None:
         while time.monotonic() < end and (group := next(left, None)):
             cases = [predict(point) for point in group]
             configs = [point.config for point in group]
-            outcomes = measured(configs, seconds, len(group), environment)
+            how = seconds, len(group), environment, turns
+            outcomes = measured(configs, *how)
             for case, outcome in zip(cases, outcomes, strict=False):
                 trials = history.add(Trial(**(vars(case) | vars(outcome))))
                 speed = f"{outcome.speed:,.0f}" if outcome.rates else outcome.why
@@ -61,7 +63,7 @@ def measure(
             outcomes.close()
 
     with concurrent.futures.ThreadPoolExecutor(len(environments)) as pool:
-        for job in [pool.submit(work, environment) for environment in environments]:
+        for job in [pool.submit(work, *own) for own in environments]:
             job.result()
 
 
@@ -74,6 +76,7 @@ def measure_line(arguments: list[str]) -> int:
     parser.add_argument("--trial-seconds", type=float, default=120.0)
     parser.add_argument("--together", type=int, default=8)
     parser.add_argument("--gpus", type=int)
+    parser.add_argument("--jobs", type=int, default=1)
     own, rest = parser.parse_known_args(arguments)
     end = time.monotonic() + own.budget_s
     config, devices = parse(rest, "search.py"), 1
@@ -88,10 +91,15 @@ def measure_line(arguments: list[str]) -> int:
     left = [point for point in points if point.choices not in tried]
     random.Random(0).shuffle(left)
     print(f"{len(points)} points, {len(left)} left; refused: {refused}", flush=True)
-    environments = [{"CUDA_VISIBLE_DEVICES": str(i)} for i in range(own.gpus or 0)]
+    visible = [{"CUDA_VISIBLE_DEVICES": str(i)} for i in range(own.gpus or 0)] or [{}]
+    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if own.jobs > 1 else {}
+    turns = [Turns() for _ in visible] if own.jobs > 1 else []
+    folders = [x.folder for x in turns] or [""] * len(visible)
+    environments = [*zip((x | shared for x in visible), folders, strict=True)]
     groups = map(list, itertools.batched(left, own.together))
     predict = Predictor.here(schema_of(config))
-    measure(groups, predict, history, own.trial_seconds, environments or [{}], end)
+    limit = own.trial_seconds * own.jobs  # others may take all turns before
+    measure(groups, predict, history, limit, environments * own.jobs, end)
     return 0
 
 

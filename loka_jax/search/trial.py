@@ -1,11 +1,13 @@
 """Trials: the training loop for a few log lines, in a process that may die.
 
-    python -m loka_jax.search.trial A.json B.json     a line of JSON for each
+    python -m loka_jax.search.trial FOLDER A.json B.json     a line of JSON for each
 
 The process trains each configuration without evaluations, checkpoints and Probe, until
 the lines suffice, and ends at the first that fails. Its parent knows how it ended, ends
 what hangs, and begins another process with the rest. Programs are shared by a process's
-trials, and by all processes in JAX's folder of compiled programs.
+trials, and by all processes in JAX's folder of compiled programs. Of several processes
+on one GPU one at a time trains for its rates, while no other builds or compiles: they
+take turns by locks in FOLDER; '' without any.
 """
 
 import contextlib
@@ -22,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +32,8 @@ from rich.console import Console
 
 from loka_jax import jsonfile
 from loka_jax.data import Position
+from loka_jax.dispatch.measuring import ALONE, TOGETHER
+from loka_jax.dispatch.pool import gpu_turn
 from loka_jax.measure.compiling import keep_compiled
 from loka_jax.search.history import Outcome
 from loka_jax.terminal import clip, one_line
@@ -47,6 +51,7 @@ from loka_jax.train.watch.host_state import Progress
 PROGRAM = (sys.executable, "-m", "loka_jax.search.trial")
 _LOG_EVERY = 64  # steps: as train.py by default
 _LEAST_RATES, _LEAST_SECONDS, _MOST_RATES = 5, 2.0, 100
+_WARM = 2  # lines: batches were made ahead of the first, the second waited for a turn
 _STEPS, _NEVER = 1_000_000, 2**31 - 1
 _KEPT_OUTPUT = 2000  # characters of the end of what a process printed
 
@@ -56,11 +61,16 @@ class _Enough(Exception):
 
 
 class _Lines(RunRecord):
-    """A record that writes nothing, and keeps the rates of log lines."""
+    """A record that writes nothing, and keeps the rates of log lines.
 
-    def __init__(self):
+    Attributes:
+        begin: called at the first rate, before those that count.
+    """
+
+    def __init__(self, begin: Callable[[], Any]):
         super().__init__("", config={}, writes=False)
         self.rates: list[float] = []
+        self.begin = begin
         self._seconds: list[float] = []
 
     def log(self, line: Mapping[str, Any], name: str = METRICS) -> None:
@@ -70,10 +80,11 @@ class _Lines(RunRecord):
         if (rate := line.get("examples_per_second")) is None:
             return
         self.rates.append(rate)
+        if len(self.rates) < _WARM:
+            return self.begin()
         self._seconds.append(line["seconds"])
-        warm = len(self.rates) - 1  # batches were made ahead of the first
-        is_long = self._seconds[-1] - self._seconds[0] >= _LEAST_SECONDS
-        if warm >= _MOST_RATES or (warm >= _LEAST_RATES and is_long):
+        count, long = len(self.rates) - _WARM, self._seconds[-1] - self._seconds[0]
+        if count >= _MOST_RATES or (count >= _LEAST_RATES and long >= _LEAST_SECONDS):
             raise _Enough
 
 
@@ -94,10 +105,22 @@ def as_trial(config: Config) -> Config:
     return dataclasses.replace(config, loop=loop, probe=probe, optim=optim)
 
 
-def rates_of(config: Config) -> list[float]:
+def rates_of(config: Config, turns: str = "") -> list[float]:
     """Returns the examples per second between log lines, without the first ones."""
+    with contextlib.ExitStack() as turn:
+
+        def take(kind: str) -> None:
+            turn.close()
+            if turns:
+                turn.enter_context(gpu_turn(turns, kind))
+
+        take(TOGETHER)
+        return _rates(config, lambda: take(ALONE))
+
+
+def _rates(config: Config, begin: Callable[[], Any]) -> list[float]:
     run = build(as_trial(config), None, lambda _: None)
-    lines, progress = _Lines(), Progress(position=Position(0, 0, config.seed))
+    lines, progress = _Lines(begin), Progress(position=Position(0, 0, config.seed))
     display = TrainingProgress(Console(file=io.StringIO()))
     display.begin(run.total_steps, 0)
     with tempfile.TemporaryDirectory() as folder:  # which stays empty
@@ -114,7 +137,7 @@ def rates_of(config: Config) -> list[float]:
             )
             with contextlib.suppress(_Enough):
                 loop.train(StopRequest())
-    return lines.rates[1:]
+    return lines.rates[_WARM:]
 
 
 def measured(
@@ -122,6 +145,7 @@ def measured(
     seconds: float,
     together: int = 1,
     environment: Mapping[str, str] | None = None,
+    turns: str = "",
 ) -> Generator[Outcome]:
     """Yields what comes of each configuration, in their order.
 
@@ -129,6 +153,8 @@ def measured(
         seconds: after which a trial without a result is ended.
         together: trials of a process.
         environment: variables of the processes, beside those of this one.
+        turns: a folder of locks, by which processes take turns on a GPU; '' for one
+            process at a time.
     """
     variables = os.environ | (environment or {})
     with tempfile.TemporaryDirectory() as folder:
@@ -136,19 +162,20 @@ def measured(
         for file, config in zip(files, configs, strict=True):
             jsonfile.write(file, config.identity())
         while files:
-            for outcome in _of_process(files[:together], seconds, variables):
+            arguments = [turns, *map(str, files[:together])]
+            for outcome in _of_process(arguments, seconds, variables):
                 yield outcome
                 del files[0]
 
 
 def _of_process(
-    files: Sequence[pathlib.Path], seconds: float, variables: Mapping[str, str]
+    arguments: Sequence[str], seconds: float, variables: Mapping[str, str]
 ) -> Iterator[Outcome]:
     """Yields the outcomes of a process, until one of them is not ok."""
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         child = subprocess.Popen(
-            [*PROGRAM, *map(str, files)],
+            [*PROGRAM, *arguments],
             env=variables,
             stdout=subprocess.PIPE,
             stderr=said,
@@ -165,7 +192,7 @@ def _of_process(
         reader = threading.Thread(target=pass_on, daemon=True)
         reader.start()
         try:
-            for _ in files:
+            for _ in arguments[1:]:
                 begun = time.monotonic()
                 outcome = _next(lines, seconds, child, said)
                 took = round(time.monotonic() - begun, 1)
@@ -203,10 +230,10 @@ def _next(
     return Outcome(status="crash", why=why)
 
 
-def outcome_of(config: Config) -> Outcome:
+def outcome_of(config: Config, turns: str = "") -> Outcome:
     """Returns what comes of a configuration in this process, if that survives."""
     try:
-        rates = rates_of(config)
+        rates = rates_of(config, turns)
     except Exception as error:  # a compiler may raise any kind
         no_memory = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
         status = "memory" if no_memory else "crash"
@@ -216,13 +243,13 @@ def outcome_of(config: Config) -> Outcome:
     return Outcome(status="ok", rates=tuple(round(rate, 1) for rate in rates))
 
 
-def main(files: Sequence[str]) -> int:
+def main(turns: str, *files: str) -> int:
     """Prints an outcome for each file, and ends after one that is not ok."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print is no outcome
     keep_compiled()
     for file in files:
-        outcome = outcome_of(read_config(pathlib.Path(file)))
+        outcome = outcome_of(read_config(pathlib.Path(file)), turns)
         print(jsonfile.dumps(dataclasses.asdict(outcome)), file=out, flush=True)
         if outcome.status != "ok":
             break
@@ -232,6 +259,6 @@ def main(files: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    code = main(*sys.argv[1:])
     sys.stdout.flush()
     os._exit(code)  # threads may still compile what no trial needs

@@ -11,7 +11,7 @@ from tests.support.configs import tiny
 
 SCRIPT = """
 import json, os, signal, sys, time
-for file in sys.argv[1:]:
+for file in sys.argv[2:]:
     size = json.load(open(file))["loop"]["batch_size"]
     if size == 2: time.sleep(60)
     if size == 3: os.kill(os.getpid(), signal.SIGKILL)
@@ -63,7 +63,7 @@ def test_a_kill_and_a_hang_end_a_trial_alone():
     ],
 )
 def test_what_a_trial_raises_is_told_apart(monkeypatch, error, status):
-    def fail(_):
+    def fail(*_):
         raise error
 
     monkeypatch.setattr(trial, "rates_of", fail)
@@ -72,14 +72,17 @@ def test_what_a_trial_raises_is_told_apart(monkeypatch, error, status):
 
 
 def test_lines_suffice_by_number_and_time():
-    lines = trial._Lines()
+    begun = []
+    lines = trial._Lines(lambda: begun.append(len(lines.rates)))
     lines.log({"examples_per_second": None, "seconds": 1.0})  # compiled meanwhile
+    assert not begun
     with pytest.raises(trial._Enough):
         for i in range(100):
             lines.log({"examples_per_second": 10.0 + i, "seconds": i / 4})
-    assert len(lines.rates) == 9  # 2 seconds from the first to the last
+    assert begun == [1]
+    assert len(lines.rates) == 1 + 9  # 2 seconds from the second to the last
     with pytest.raises(trial._Enough):  # at the end of the data
-        trial._Lines().log({"kind": "eval", "seconds": 1.0})
+        trial._Lines(lambda: None).log({"kind": "eval", "seconds": 1.0})
 
 
 def test_a_trial_does_nothing_but_train():
