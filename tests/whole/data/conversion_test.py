@@ -72,6 +72,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.drill
 def test_conversions_of_hostile_files_stay_below_two_gigabytes(tmp_path):
     for name, make in MAKERS.items():
         make(tmp_path / name)
