@@ -100,12 +100,17 @@ class EventModel(RankingModel):
             (f"answer_{task}", 3, answer)
             for task, answer in enumerate(events.answers.T)
         ]
-        total = 0.0
-        for name, count, index in lookups:
-            initial = _waves if name == "position" else linen.initializers.normal(_STD)
-            table = self.param(name, initial, (count, self.dim), jnp.float32)
-            total = total + table[jnp.minimum(index, count - 1)]
-        return jnp.asarray(total).astype(self.compute_dtype)
+        tables = [
+            self.param(
+                name,
+                _waves if name == "position" else linen.initializers.normal(_STD),
+                (count, self.dim),
+                jnp.float32,
+            )
+            for name, count, _ in lookups
+        ]
+        indices = tuple(index for *_, index in lookups)
+        return nn.sum_of_rows(tuple(tables), indices, self.compute_dtype)
 
     @linen.nowrap
     def _logits(

@@ -157,7 +157,9 @@ class OneTrans(EventModel):
             contexts=context.shape[1],
             candidates=events.candidates,
         )
-        known = fields[events.targets], context[histories.of]
+        of_samples = jax.lax.collapse(context, 1)
+        shared = nn.sum_of_rows((of_samples,), (histories.of,), context.dtype)
+        known = fields[events.targets], shared.reshape(-1, *context.shape[1:])
         tokens = self._tokens(known, self.num_tokens, self.token_mlp, train)
         tokens += features[events.targets][:, None]
         x = (self._items(fields, train) + features)[rows], tokens

@@ -40,6 +40,7 @@ from loka_jax.nn.softmax import attend, jagged_softmax_attention, rotated
 from loka_jax.ops.interaction import dot_features, join_features
 from loka_jax.ops.products import Activations
 from loka_jax.ops.residual import Residual
+from loka_jax.ops.sum_of_rows import sum_of_rows
 from loka_jax.probe.site import Capture, ProbeConfig
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ __all__ = [
     "site_context",
     "sites_of",
     "span_visibility",
+    "sum_of_rows",
     "take_scaling",
     "tokens_visibility",
     "with_leaders",
