@@ -3,11 +3,12 @@
     plan -> candidates not measured here yet -> checked and timed -> plan again
 
 until all that is chosen was checked, and all that would be if predicted times were at
-the ends of their intervals, where that may save more of the run than it takes; or until
-the budget is spent: sites then give up what was not checked. Results go to the user's
-cache, so a model is checked once.
+the ends of their intervals; or until the budget is spent, or a check takes longer than
+it may save of the run that waits for it: sites then give up what was not checked.
+Results go to the user's cache, so a model is checked once.
 """
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +32,8 @@ from loka_jax.site import BF16, Choice, SiteSpec
 _DOUBT = 1.0  # spreads off its prediction at which a time may lie
 # Of a check beside others at a time, on an H200: 2 kernels took 30 s, 14 took 44 s.
 _SECONDS, _SECONDS_A_KERNEL = 28.0, 1.2
-NOT_CHECKED = "was not checked within"
+NOT_CHECKED, IN_TIME = "was not checked", "within"
+_NOT_WORTH = "as that takes longer than they may save of this run"
 
 
 class Budget(NamedTuple):
@@ -79,7 +81,6 @@ def check_plan(
     if left > 0 and turns is None:  # else before, while nothing else ran
         performance = with_attention_times(performance, sites, say)
         left -= time.monotonic() - start
-    plan = make_plan(performance)
     while left > 0:
         jobs = to_check(make_plan, sites, performance, pass_name, steps=budget.steps)
         if not jobs:
@@ -93,20 +94,17 @@ def check_plan(
             table = performance.table.merged(measured)
             performance = performance.with_table(table)
         left -= time.monotonic() - start
-        plan = make_plan(performance)
-    given_up: set[SiteSpec] = set()
-    while jobs := unchecked([plan], sites, performance, pass_name):
-        performance = _without(jobs, performance, budget.seconds)
-        given_up |= {job.spec for job in jobs}
-        plan = make_plan(performance)
+    why = f"{IN_TIME} {budget.seconds:.3g} seconds" if left <= 0 else _NOT_WORTH
+    how = make_plan, sites, performance, pass_name
+    plan, performance, given_up = _checked_part(*how, f"{NOT_CHECKED} {why}")
     entries = [performance.estimates(site.spec).entry for site in sites]
     too_large = sum(NO_MEMORY in entry.failures.values() for entry in entries)
     notes = ()
     if given_up:
+        more = f": {budget.option} allows more, and what was checked is kept"
         notes += (
-            f"Kernels of {len(given_up)} sites were not checked within "
-            f"{budget.seconds:.3g} seconds and do not run: {budget.option} allows "
-            "more, and what was checked is kept.",
+            f"Kernels of {len(given_up)} sites were not checked {why}, and do not run"
+            f"{more if left <= 0 else ''}.",
         )
     if too_large:
         notes += (
@@ -126,20 +124,41 @@ def to_check(
     *,
     steps: int | None = None,
 ) -> list[Job]:
-    """Returns the first jobs of `check_plan`.
+    """Returns the first jobs of `check_plan`, all if no `steps` of a run wait for them.
 
-    Those of choices that only may be faster are left out if they cost the `steps` of a
-    run more than they may save.
+    Else those by which the steps and the check take least: of the plan and of what may
+    be faster, of the plan, or none.
     """
     plan = make_plan(performance)
-    hoped = make_plan(performance.hopeful(_DOUBT))
+    plans = plan, make_plan(performance.hopeful(_DOUBT))
+    jobs = unchecked(plans, sites, performance, pass_name)
+    if steps is None or not jobs:
+        return jobs
+    without, *_ = _checked_part(make_plan, sites, performance, pass_name)
     needed = unchecked([plan], sites, performance, pass_name)
-    all_jobs = unchecked([plan, hoped], sites, performance, pass_name)
-    if steps is None:
-        return all_jobs
-    now, then = (sites_us(x, sites, performance) for x in (plan, hoped))
-    costs = check_seconds(len(all_jobs)) - check_seconds(len(needed))
-    return all_jobs if (now - then) * steps / 1e6 > costs else needed
+
+    def seconds(option: tuple[DispatchPlan, list[Job]]) -> float:
+        us = sites_us(option[0], sites, performance)
+        return us * steps / 1e6 + check_seconds(len(option[1]))
+
+    return min([(without, []), (plan, needed), (plans[1], jobs)], key=seconds)[1]
+
+
+def reopened(performance: PerformanceModel) -> PerformanceModel:
+    """Returns what is known, with the candidates that checks gave up."""
+    table = performance.table
+    entries = {
+        spec: dataclasses.replace(
+            entry,
+            failures={
+                name: why
+                for name, why in entry.failures.items()
+                if not why.startswith(NOT_CHECKED)
+            },
+        )
+        for spec, entry in table.sites.items()
+    }
+    return performance.with_table(dataclasses.replace(table, sites=entries))
 
 
 def check_seconds(kernels: int) -> float:
@@ -222,13 +241,26 @@ def unchecked(
     ]
 
 
-def _without(
-    jobs: Sequence[Job], performance: PerformanceModel, seconds: float
-) -> PerformanceModel:
-    """Returns what is known, without the candidates of some jobs."""
-    table, why = performance.table, f"{NOT_CHECKED} {seconds:.3g} seconds"
-    for spec, choice, *_ in jobs:
-        if choice not in (None, BF16):
-            entry = Entry(failures={choice.name: why})
-            table = table.merged(Table(header_here(), {spec: entry}))
-    return performance.with_table(table)
+def _checked_part(
+    make_plan: Callable[[PerformanceModel], DispatchPlan],
+    sites: Sequence[Site],
+    performance: PerformanceModel,
+    pass_name: str,
+    why: str = NOT_CHECKED,
+) -> tuple[DispatchPlan, PerformanceModel, set[SiteSpec]]:
+    """Returns the plan of what was checked, by what, and the sites that give up more.
+
+    Args:
+        why: of what they give up.
+    """
+    plan, given_up = make_plan(performance), set()
+    while jobs := unchecked([plan], sites, performance, pass_name):
+        table = performance.table
+        for spec, choice, *_ in jobs:
+            given_up.add(spec)
+            if choice not in (None, BF16):
+                entry = Entry(failures={choice.name: why})
+                table = table.merged(Table(header_here(), {spec: entry}))
+        performance = performance.with_table(table)
+        plan = make_plan(performance)
+    return plan, performance, given_up

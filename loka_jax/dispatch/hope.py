@@ -26,18 +26,29 @@ class Hope:
         self._check = check
         self._checked: CheckedPlan | None = None
         self._turns = Turns()
-        self._checking = threading.Lock()
+        self._is_checking = False
+        self._lock = threading.Lock()
         self.is_ready = threading.Event()
         self.is_ready.set()
+
+    def begin(self) -> None:
+        """Begins the check in a thread."""
+        if not self.is_checked:
+            self._is_checking = True
+            threading.Thread(target=self.checked, daemon=True).start()
 
     def checked(self) -> CheckedPlan:
         """Returns the plan with no choice that was never checked.
 
         The first call checks it; others wait.
         """
-        with self._checking:
+        with self._lock:
             if self._checked is None:
-                self._checked = self._check(self._turns)
+                self._is_checking = True
+                try:
+                    self._checked = self._check(self._turns)
+                finally:
+                    self._is_checking = False
             return self._checked
 
     @property
@@ -52,7 +63,7 @@ class Hope:
         It is told whether kernels are being checked: then all that it has begun on the
         GPU is to end within.
         """
-        if not self._checking.locked():
+        if not self._is_checking:
             yield False
             return
         with gpu_turn(self._turns.folder, TOGETHER):

@@ -22,6 +22,7 @@ import jax
 
 from loka_jax.dispatch.candidates import why_no_fp8
 from loka_jax.dispatch.first_use import (
+    IN_TIME,
     NOT_CHECKED,
     as_if_accurate,
     bf16_us,
@@ -116,13 +117,15 @@ def _why_not(
     if _runs_fp8(hoped):
         faster = speedup(hoped, sites, performance) / speedup(plan, sites, performance)
         return _why_inaccurate(plan, hoped, remedies, faster - 1)
-    unchecked = any(
-        NOT_CHECKED in reason
+    reasons = [
+        reason
         for site in open_sites
         for reason in performance.estimates(site.spec).entry.failures.values()
-    )
-    if unchecked:
-        return f"what may be faster was not checked in time; {remedies.seconds}"
+        if reason.startswith(NOT_CHECKED)
+    ]
+    if reasons:
+        remedy = f"; {remedies.seconds}" if IN_TIME in reasons[0] else ""
+        return f"what may be faster {reasons[0]}{remedy}"
     for factor in _LARGER:
         larger = [with_rows(site, float(factor)) for site in sites]
         found = make_plan(larger, performance, errors=as_if_accurate(sites))

@@ -44,7 +44,7 @@ from loka_jax.train.calibration import Calibration
 from loka_jax.train.config import Config
 from loka_jax.train.folder.source_run import open_run
 from loka_jax.train.model import candidate_layout
-from loka_jax.train.planning import saved_plan
+from loka_jax.train.plan_files import saved_plan
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import compiled_eval_step, past_first_steps
 

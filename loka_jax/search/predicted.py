@@ -27,9 +27,9 @@ from loka_jax.search.space import Point
 from loka_jax.train.config import Config
 from loka_jax.train.mesh.devices import shape_of
 from loka_jax.train.model import model_of
+from loka_jax.train.plan_files import OFF
 from loka_jax.train.planner.mesh_plan import GB, Estimate, Mesh, Rates, estimate
 from loka_jax.train.planner.workload import Workload, workload_of
-from loka_jax.train.planning import OFF
 
 _FLOPS_US = 400e6  # of a site's three products, where no times are known
 

@@ -23,7 +23,7 @@ from loka_jax.fitting import changed, field_of
 from loka_jax.options import did_you_mean
 from loka_jax.train.config import Config
 from loka_jax.train.mesh.devices import group_counts, mesh_of, shape_of
-from loka_jax.train.planning import AUTO, OFF
+from loka_jax.train.plan_files import AUTO, OFF
 
 OWN = "own"  # the value of an axis that leaves its options as they are
 

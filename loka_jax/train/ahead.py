@@ -1,5 +1,9 @@
 """Makes what a run may need next, in threads, while it trains on one device.
 
+From its beginning:
+
+    hope       checks the kernels of the plan that the first review is to choose
+
 Before its first step in FP8, and the first of a new plan:
 
     first      compiles what the next steps run
@@ -9,8 +13,7 @@ After it, beside its own steps, in two threads:
     probe      compiles what Probe learns of the sites by
     look       then, a look at the operands of sites in FP8
 
-    hope       checks the kernels of the plan that the first review is to choose
-    steps      then, compiles the steps of this plan, and its looks
+    steps      compiles the steps of the plan that was checked, and its looks
 
 The loop waits for a program that it needs before a thread has it.
 """
@@ -99,7 +102,7 @@ def _begin(jobs: Sequence[Callable[[], None]]) -> None:
 
 
 def _make_hoped(run: Run, progress: Progress, batch: Batch) -> None:
-    """Checks the plan that a run hopes for, and compiles its steps if it is another."""
+    """Compiles the steps of the plan that a run hopes for, once it is checked."""
     assert run.hope is not None
     try:
         is_new = run.hoped.plan.choices != run.plan.choices

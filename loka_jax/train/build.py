@@ -32,7 +32,8 @@ from loka_jax.train.mesh.placement import MeshPlacement, placement_of
 from loka_jax.train.model import RunModel, model_of
 from loka_jax.train.own_functions import check_functions, require_functions
 from loka_jax.train.placement import Placement
-from loka_jax.train.planning import choose_plan, require_readable, resumed_plan
+from loka_jax.train.plan_files import require_readable
+from loka_jax.train.planning import choose_plan, resumed_plan
 from loka_jax.train.processes.group import hosts
 from loka_jax.train.state import TrainState, init_without_tables
 from loka_jax.train.step import TrainStep, compiled_eval_step, make_train_step

@@ -87,6 +87,8 @@ class Loop:
         left = max(self.run.total_steps - self.progress.step, 0)
         if self.progress.plateau.stop:  # early stopping
             left = 0
+        if left and self.run.hope is not None:
+            self.run.hope.begin()
         start = self.progress.position
         with self.run.prefetched(start, left) as batches:
             source = iter(self.run.placement.look_ahead(batches))

@@ -1,22 +1,18 @@
 """Chooses the plan that a run follows, with notes for the user."""
 
 import dataclasses
-import functools
 import math
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from loka_jax import jsonfile
-from loka_jax.commands import command
 from loka_jax.dispatch import plan as plans
 from loka_jax.dispatch.at_start import tune_at_start
-from loka_jax.dispatch.candidates import why_not_runnable
 from loka_jax.dispatch.first_use import (
     Budget,
     CheckedPlan,
     as_if_accurate,
     check_plan,
+    reopened,
     to_check,
     without_errors,
 )
@@ -41,8 +37,15 @@ from loka_jax.recipe import ROLES, get_recipe
 from loka_jax.train.config import Config
 from loka_jax.train.loop_options import LOOK_EVERY
 from loka_jax.train.mesh.devices import shape_of
+from loka_jax.train.plan_files import (
+    OFF,
+    TUNE,
+    is_plan,
+    named_file,
+    runnable,
+    saved_plan,
+)
 
-AUTO, TUNE, OFF = "auto", "tune", "off"
 _REMEDIES = Remedies(
     errors=f"--probe.every {LOOK_EVERY} measures them",
     seconds="--dispatch.check-seconds allows more",
@@ -98,9 +101,9 @@ def choose_plan(
             a rule matches no site.
     """
     options = config.dispatch
-    path = _file(config)
-    if path is not None and _is_plan(path):
-        plan = _runnable(plans.load(path, sites), str(path), sites)
+    path = named_file(config)
+    if path is not None and is_plan(path):
+        plan = runnable(plans.load(path, sites), str(path), sites)
         ruled = plans.make_plan(sites, None, rules=options.by_pattern)
         return ChosenPlan(plan.changed(dict(ruled.decisions)))
     if config.plan == TUNE:
@@ -137,14 +140,14 @@ class _ByTimes:
     def choose(self, performance: PerformanceModel) -> ChosenPlan:
         """Returns the plan, and whether Probe is to find out what would change it."""
         every = self.config.probe.every
-        checked = self._checked(performance, self.kept, steps=self.steps)
-        plan, performance, notes = checked
+        steps = self._steps_of_first(performance)
+        plan, performance, notes = self._checked(performance, self.kept, steps=steps)
         chosen = ChosenPlan(plan, notes, performance)
         if every:
             return chosen._replace(hope=self.hope(performance))
         if every == 0:
             return chosen
-        if any(choice.is_fp8 and path in self.kept for path, choice in plan.choices):
+        if _in_fp8(plan) & self.kept.keys():
             note = (
                 "Errors that an earlier run has kept count, and Probe observes every "
                 f"{LOOK_EVERY}th step, by which they are judged."
@@ -152,6 +155,19 @@ class _ByTimes:
             notes, observed = (*notes, note), Observed(0, _families(plan))
             return chosen._replace(notes=notes, observed=observed)
         return self._observed_if_it_gains(chosen, performance)
+
+    def _steps_of_first(self, performance: PerformanceModel) -> int:
+        """Returns for about how many steps the run follows its first plan."""
+        plan = self._make(self.sites, performance, self.kept)
+        if self.config.probe.every is not None or any(
+            x.is_fp8 for _, x in plan.choices
+        ):
+            return self.steps
+        chosen = self._observed_if_it_gains(ChosenPlan(plan), performance)
+        if chosen.observed is None or chosen.hope is None or not chosen.hope.is_awaited:
+            return self.steps
+        probe = self.config.observed(*chosen.observed).probe
+        return probe.first_review() or self.steps
 
     def _observed_if_it_gains(
         self, chosen: ChosenPlan, performance: PerformanceModel
@@ -168,6 +184,7 @@ class _ByTimes:
         def make(known: PerformanceModel) -> DispatchPlan:
             return self._make(self.sites, known, hope)
 
+        performance = reopened(performance)
         fast = make(performance)
         if fast.choices == chosen.plan.choices:
             return chosen
@@ -205,7 +222,13 @@ class _ByTimes:
         """
         hoped = as_if_accurate(self.sites) if errors is None else errors
         steps = None if self.is_alone else self.steps
-        check = functools.partial(self._checked, performance, hoped, steps=steps)
+
+        def check(turns: Turns) -> CheckedPlan:
+            checked = self._checked(performance, hoped, turns, steps=steps)
+            if not is_awaited:  # but for later runs, whose plan may be another
+                self._checked(checked.performance, self.kept, turns)
+            return checked
+
         hope = Hope(check, is_awaited=is_awaited)
         if not self.is_alone:
             hope.checked()
@@ -293,6 +316,11 @@ class _ByTimes:
         return (begin if left > 0 else None), worth
 
 
+def _in_fp8(plan: DispatchPlan) -> set[str]:
+    """Returns the paths of the sites that a plan runs in FP8."""
+    return {path for path, choice in plan.choices if choice.is_fp8}
+
+
 def _families(plan: DispatchPlan) -> tuple[str, ...]:
     """Returns the recipes whose products a plan runs, of those that Probe measures."""
     running = [choice.recipe for _, choice in plan.choices if choice.is_fp8]
@@ -336,55 +364,11 @@ def resumed_plan(
     return chosen._replace(performance=performance, hope=hope)
 
 
-def saved_plan(value: Any, sites: Sequence[Site]) -> DispatchPlan:
-    """Returns the plan of a checkpoint from its JSON values.
-
-    Raises:
-        ValueError: if it cannot run here.
-    """
-    source = "the checkpoint's plan"
-    return _runnable(plans.from_json(value, sites, source), source, sites)
-
-
-def _file(config: Config) -> pathlib.Path | None:
-    """Returns the file that `--plan` names, if it names one."""
-    if config.plan in (AUTO, TUNE, OFF):
-        return None
-    path = pathlib.Path(config.plan)
-    if not path.is_file():
-        raise ValueError(
-            f"--plan {path} is not a file: give a table of {command('tune.py')!r}, a "
-            f"plan, or one of {AUTO!r}, {TUNE!r} and {OFF!r}."
-        )
-    return path
-
-
-def require_readable(config: Config) -> None:
-    """Raises ValueError if `--plan` names a file that holds no JSON."""
-    if (path := _file(config)) is not None:
-        _is_plan(path)
-
-
 def _known(config: Config) -> Local:
     """Returns what is known of the times here, without measuring any."""
     if config.plan == OFF:
         return Local(None)
-    path = _file(config)
+    path = named_file(config)
     if path is None:
         return local_performance()
-    return Local(None if _is_plan(path) else performance_of(path))
-
-
-def _is_plan(path: pathlib.Path) -> bool:
-    """Returns whether a file is a plan rather than a table."""
-    try:
-        value = jsonfile.read(path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
-    return not (isinstance(value, dict) and "schema" in value)
-
-
-def _runnable(plan: DispatchPlan, source: str, sites: Sequence[Site]) -> DispatchPlan:
-    if reason := why_not_runnable(dict(plan.choices), sites):
-        raise ValueError(f"{source}: {reason}: leave --plan out, or give --plan off.")
-    return plan
+    return Local(None if is_plan(path) else performance_of(path))

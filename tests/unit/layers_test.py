@@ -37,7 +37,8 @@ placement
 step
 mesh loop_options
 config
-model planning cross_choice
+model plan_files
+planning cross_choice
 planner build settings
 observe in_turn
 evaluation

@@ -17,7 +17,7 @@ from loka_jax.train.build import Run
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.checkpoints.row_layout import KEY, read_state
-from loka_jax.train.planning import saved_plan
+from loka_jax.train.plan_files import saved_plan
 from loka_jax.train.state import TrainState
 from loka_jax.train.watch.guard import Diverged, Guard
 from loka_jax.train.watch.scale_watch import ScaleWatch

@@ -50,11 +50,10 @@ def test_no_kernel_is_timed_in_a_turn_and_no_turn_begins_while_one_is():
     hope = Hope(timing)
     with hope.turn() as is_beside:
         assert not is_beside  # nothing is checked yet
-    thread = threading.Thread(target=hope.checked)
-    thread.start()
-    assert timing.asked.wait(10)
-    with hope.turn() as is_beside:
+    hope.begin()
+    with hope.turn() as is_beside:  # from then on
         assert is_beside
+        assert timing.asked.wait(10)
         timing.begin.set()
         assert not timing.has.wait(0.2)
     assert timing.has.wait(10)
@@ -69,7 +68,7 @@ def test_no_kernel_is_timed_in_a_turn_and_no_turn_begins_while_one_is():
     beside.join(0.2)
     assert not steps
     timing.end.set()
-    beside.join(10), thread.join(10)
+    beside.join(10), hope.checked()
     assert steps == [True]
     with hope.turn() as is_beside:
         assert not is_beside

@@ -14,8 +14,8 @@ from loka_jax.measure.roofline import Roofline
 from loka_jax.search import predicted
 from loka_jax.search.space import axes_of, points_of
 from loka_jax.train.model import model_of
+from loka_jax.train.plan_files import OFF
 from loka_jax.train.planner.mesh_plan import Rates
-from loka_jax.train.planning import OFF
 from tests.support.configs import tiny
 
 CONFIG = tiny("fp8_dlrm")

@@ -11,7 +11,7 @@ from loka_jax.dispatch.plan import DispatchPlan, as_json, save
 from loka_jax.dispatch.policy import Decision
 from loka_jax.site import Choice
 from loka_jax.train import build as build_lib
-from loka_jax.train import planning
+from loka_jax.train import plan_files, planning
 from loka_jax.train.config import DispatchOptions
 from loka_jax.train.mesh.devices import MeshConfig
 from tests.support import train as support
@@ -60,8 +60,15 @@ def test_a_table_decides(tmp_path):
     ],
 )
 def test_a_run_is_observed_where_fp8_gains(
-    tmp_path, source, every, steps, us, begin, pays
+    tmp_path, monkeypatch, source, every, steps, us, begin, pays
 ):
+    waits_for, check = [], planning.check_plan
+
+    def check_plan(make, sites, performance, budget, *rest, **options):
+        waits_for.append(budget.steps)
+        return check(make, sites, performance, budget, *rest, **options)
+
+    monkeypatch.setattr(planning, "check_plan", check_plan)
     times = {"bf16_us": us, "fp8_us": us / 2}
     path = support.write_table(tmp_path / "table.json", source=source, **times)
     run = build_lib.build(_config())
@@ -82,6 +89,11 @@ def test_a_run_is_observed_where_fp8_gains(
     assert f"from step {begin} on" in note
     assert ("for this run" in note) is pays is (saves > costs)
     assert chosen.hope.is_awaited is pays
+    # What is checked before the first step serves until FP8 is entered. A check for
+    # later runs is of their plan, too.
+    chosen.hope.checked()
+    first = begin + 81 if pays else steps
+    assert waits_for == [first, *([None] * (1 if pays else 2))]
 
 
 def test_a_run_that_is_asked_to_be_observed_knows_what_a_review_may_choose(tmp_path):
@@ -205,4 +217,4 @@ def test_a_resumed_run_has_the_plan_of_its_checkpoint(tmp_path, monkeypatch):
         config = dataclasses.replace(observed, plan=plan)
         assert planning.resumed_plan(config, saved, sites).performance == performance
     with pytest.raises(ValueError, match="the checkpoint's plan"):
-        planning.saved_plan({"nowhere": {}}, sites)
+        plan_files.saved_plan({"nowhere": {}}, sites)
