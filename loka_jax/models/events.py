@@ -3,6 +3,8 @@
     i_c   = item_mlp([e_1; ...; e_K])                      [C, D]   of a row's fields
     f_c   = answer[a_c] + position[p_c] + age[t_c]         [C, D]
 
+    a branch B of a layer    x + B(norm(x)),   or with --branch-norm    x + norm(B(x))
+
 An event is a row with its answers, or two rows, without and with them, as the data lay
 it out; a candidate has none. Positions are counted from the end of a sequence, ages are
 in buckets of the square root of the time before the candidate.
@@ -49,6 +51,12 @@ class EventModel(RankingModel):
         age_buckets: number of buckets of ages.
         age_unit: seconds in the first bucket.
         num_tasks: labels of a candidate.
+        branch_norm: layers normalize what they add, not what they read, by an RMSNorm
+            whose gain is 1 / sqrt(num_layers) at the start; and no norm follows the
+            last one.
+        qk_norm: a bound on queries and keys, see `nn.QkNorm`.
+        input_scale: factor of what the first layer reads. Without norms there it should
+            have a variance of one.
         one_candidate: the candidate changes the rows of its history, so that each needs
             a sequence of its own.
     """
@@ -65,6 +73,24 @@ class EventModel(RankingModel):
     age_buckets: int = 2048
     age_unit: float = 60.0
     num_tasks: int = 1
+    branch_norm: bool = False
+    qk_norm: nn.QkNormName = "none"
+    input_scale: float = 1.0
+
+    @property
+    def of_layers(self) -> dict[str, Any]:
+        """The options of attention in every layer."""
+        gain = self.num_layers**-0.5 if self.branch_norm else None
+        return dict(num_heads=self.num_heads, branch_gain=gain, qk_norm=self.qk_norm)
+
+    @linen.nowrap
+    def _scaled(self, x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
+        return x if self.input_scale == 1 else x * self.input_scale
+
+    @linen.nowrap
+    def _last_norm(self, x: Array, norm: nn.NormName, train: bool) -> Array:
+        norm = "none" if self.branch_norm else norm
+        return nn.normalize(x, norm, train=train, name="norm_out")
 
     @linen.nowrap
     def _items(self, fields: Float[Array, "C K d"], train: bool) -> Float[Array, "C D"]:

@@ -75,6 +75,7 @@ class Hstu(EventModel):
         context, fields = embeddings
         items = self._items(fields, train)
         x = self._with_context(items + self._features_of(events), context, events)
+        x = self._scaled(x)
         x = linen.Dropout(self.input_dropout_rate, deterministic=not train)(x)
         offsets, targets = events.offsets, events.targets
         contextual, candidates = events.contextual, events.candidates
@@ -96,13 +97,13 @@ class Hstu(EventModel):
                 num_candidates=candidates,
                 train=train,
             )
-        users = nn.normalize(x[targets], "layer", train=train, name="norm_out")
+        users = self._last_norm(x[targets], "layer", train)
         return self._logits(users * items[events.targets], train)
 
     @linen.nowrap
     def _layer(self, number: int) -> nn.HstuLayer:
         return nn.HstuLayer(
-            num_heads=self.num_heads,
+            **self.of_layers,
             qk_dim=self.qk_dim,
             v_dim=self.v_dim,
             max_length=self.max_length,

@@ -41,19 +41,22 @@ class Part(ModelPart, kw_only=True):
     """What parts of InterFormer share."""
 
     num_heads: int
+    branch_gain: float | None
+    qk_norm: nn.QkNormName
 
     @property
     def options(self) -> dict[str, Any]:
         """The options that parts of this one have, too."""
-        return super().options | {"num_heads": self.num_heads}
+        names = "num_heads", "branch_gain", "qk_norm"
+        return super().options | {name: getattr(self, name) for name in names}
 
     @linen.nowrap
     def _dense(self, name: str, features: int) -> nn.Dense:
         return nn.Dense(features, self.recipe, self.bias, name=name)
 
     @linen.nowrap
-    def _rms(self, name: str, x: Array) -> Array:
-        return nn.normalize(x, "rms", train=False, name=name)
+    def _rms(self, name: str, x: Array, gain: float = 1.0) -> Array:
+        return nn.normalize(x, "rms", train=False, gain=gain, name=name)
 
     @linen.nowrap
     def _gate(self, y: Float[Array, "B m D"]) -> Float[Array, "B m D"]:
@@ -79,21 +82,25 @@ class Mha(Part, kw_only=True):
         if self.seeds is None:
             of = sequences.of
             q, k, v = self._heads(self._dense("qkv", 3 * dim)(s), 3)
-            q = nn.rotated(q, places)
+            q = nn.rotated(self._bounded("q_norm", q), places)
         else:
             of = jnp.repeat(jnp.arange(batch), self.seeds)
             k, v = self._heads(self._dense("kv", 2 * dim)(s), 2)
             shape = self.seeds, self.num_heads, k.shape[2]
             normal = linen.initializers.normal(1.0)
             q = self.param("queries", normal, shape, jnp.float32).astype(k.dtype)
-            q = jnp.tile(q, (batch, 1, 1))
+            q = jnp.tile(self._bounded("q_norm", q), (batch, 1, 1))
         ends = sequences.offsets[of], sequences.offsets[of + 1]
         visible = nn.span_visibility(*ends, count)
         length = -(-count // batch)
-        k = nn.rotated(k, places)
+        k = nn.rotated(self._bounded("k_norm", k), places)
         seen = nn.attend(q, k, v, visible, length=length, recipe=self.recipe)
         out = self._dense("out", dim)(seen.reshape(-1, dim))
         return out if self.seeds is None else out.reshape(batch, self.seeds, dim)
+
+    @linen.nowrap
+    def _bounded(self, name: str, x: Array) -> Array:
+        return nn.QkNorm(self.qk_norm, name=name)(x)
 
     @linen.nowrap
     def _heads(self, x: Array, parts: int) -> list[Array]:
@@ -149,14 +156,24 @@ class SequenceLayer(Part, kw_only=True):
         sequences: nn.Sequences,
     ) -> Float[Array, "R D"]:
         """Returns a row for each row."""
-        ws = self._dense("pffn", x_sum.shape[1])(self._rms("pffn_norm", s))
+        ws = self._dense("pffn", x_sum.shape[1])(self._read("pffn_norm", s))
         ws = sequences.oldest(ws, self.longest)  # [B, T, n_sum]
         by_sample = nn.Fp8DotGeneral(self.recipe, name="pffn_sample")
         dims, exact = (((2,), (1,)), ((0,), (0,))), jax.lax.Precision.HIGHEST
         precision = exact if s.dtype == jnp.float32 else None  # TF32 on GPUs
-        z = s + sequences.flat(by_sample(ws, x_sum, dims, precision))
+        pffn = sequences.flat(by_sample(ws, x_sum, dims, precision))
+        z = s + self._added("pffn_norm", pffn)
         attend = Mha(**self.options, name="attention")
-        return z + attend(self._rms("attention_norm", z), sequences)
+        seen = attend(self._read("attention_norm", z), sequences)
+        return z + self._added("attention_norm", seen)
+
+    @linen.nowrap
+    def _read(self, name: str, x: Array) -> Array:
+        return x if self.branch_gain else self._rms(name, x)
+
+    @linen.nowrap
+    def _added(self, name: str, x: Array) -> Array:
+        return self._rms(name, x, self.branch_gain) if self.branch_gain else x
 
 
 class InterFormer(EventModel):
@@ -217,9 +234,11 @@ class InterFormer(EventModel):
             candidates=events.candidates,
         )
         items = self._items(self._masked(fields, train), train)
-        s = (items + self._features_of(events, has_positions=False))[rows]
+        features = self._features_of(events, has_positions=False)
+        s = self._scaled(items + features)[rows]
         known = fields[events.targets], context
         x = self._tokens(known, self.num_embeddings, self.token_mlp, train)
+        x = self._scaled(x)
         x_sum = self._part(FeatureSummary, 0, num_sums=self.num_sums)(x)
         taken, sequences = nn.with_leaders(histories.offsets, len(s), self.num_cls)
         s = jnp.concatenate([x_sum[:, : self.num_cls].reshape(-1, self.dim), s])[taken]
@@ -277,7 +296,7 @@ class InterFormer(EventModel):
     def _part(self, kind: type[Part], layer: int, **sizes: Any) -> Any:
         names = {FeatureSummary: "features", SequenceSummary: "history"}
         name = f"{names.get(kind, 'sequence')}_{layer}"
-        return kind(num_heads=self.num_heads, **self.options, **sizes, name=name)
+        return kind(**self.of_layers, **self.options, **sizes, name=name)
 
     @linen.nowrap
     def _interaction(self, layer: int) -> DhenLayer:

@@ -17,6 +17,7 @@ one, as nothing reads its rows, the tokens alone.
 a batch, K of fields of an event, P of fields of a sample, N of candidates.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -32,10 +33,17 @@ type Mixed = tuple[Float[Array, "_ _"], Float[Array, "N L _"]]  # rows and token
 
 
 class OneTransLayer(ModelPart, kw_only=True):
-    """A layer of OneTrans; its options are the model's."""
+    """A layer of OneTrans; its options are the model's.
+
+    Attributes:
+        branch_gain: gain of the norm of what a branch adds; None for a norm of what it
+            reads.
+    """
 
     num_heads: int
     ffn_factor: int
+    branch_gain: float | None
+    qk_norm: nn.QkNormName
 
     @linen.compact
     def __call__(
@@ -50,15 +58,17 @@ class OneTransLayer(ModelPart, kw_only=True):
         (count, dim), length = rows.shape, tokens.shape[1]
         newest = histories.newest(count, most)
         visible = nn.tokens_visibility(histories, newest, count, length)
-        q, k, v = self._qkv(self._norm("attention_norm", x), newest[0], most)
+        q, k, v = self._qkv(self._read("attention_norm", x), newest[0], most)
         mean = -(-count // (len(histories.offsets) - 1)) + length
         seen = nn.attend(q, k, v, visible, length=mean, recipe=self.recipe)
         seen = seen.reshape(-1, dim)
         seen = seen[: len(newest[0])], seen[len(newest[0]) :].reshape(x[1].shape)
-        z = _sum((x[0][newest[0]], x[1]), self._mixed("out", dim, seen))
-        hidden = self._mixed("ffn_in", self.ffn_factor * dim, self._norm("ffn_norm", z))
+        kept = x[0][newest[0]], x[1]
+        z = self._sum("attention_norm", kept, self._mixed("out", dim, seen))
+        hidden = self._mixed("ffn_in", self.ffn_factor * dim, self._read("ffn_norm", z))
         act = nn.activation(self.activation)
-        return _sum(z, self._mixed("ffn_out", dim, _each(act, hidden))), newest[1]
+        added = self._mixed("ffn_out", dim, _each(act, hidden))
+        return self._sum("ffn_norm", z, added), newest[1]
 
     @linen.nowrap
     def _qkv(self, x: Mixed, newest: Array, most: int | None) -> list[Array]:
@@ -75,7 +85,9 @@ class OneTransLayer(ModelPart, kw_only=True):
         of_tokens = of_tokens.reshape(-1, 3 * dim)
         pairs = zip((q, k, v), jnp.split(of_tokens, 3, axis=1), strict=True)
         joined = map(jnp.concatenate, pairs)
-        return [y.reshape(len(y), self.num_heads, -1) for y in joined]
+        q, k, v = (y.reshape(len(y), self.num_heads, -1) for y in joined)
+        bound = functools.partial(nn.QkNorm, self.qk_norm)
+        return [bound(name="q_norm")(q), bound(name="k_norm")(k), v]
 
     @linen.nowrap
     def _mixed(self, name: str, features: int, x: Mixed) -> Mixed:
@@ -94,19 +106,27 @@ class OneTransLayer(ModelPart, kw_only=True):
         return nn.Dense(features, self.recipe, self.bias, name=name)
 
     @linen.nowrap
+    def _read(self, name: str, x: Mixed) -> Mixed:
+        """Returns what a branch reads of x."""
+        return x if self.branch_gain else self._norm(name, x)
+
+    @linen.nowrap
+    def _sum(self, name: str, x: Mixed, branch: Mixed) -> Mixed:
+        """Returns x and what a branch adds."""
+        if self.branch_gain:
+            branch = self._norm(name, branch)
+        return x[0] + branch[0], x[1] + branch[1]
+
+    @linen.nowrap
     def _norm(self, name: str, x: Mixed) -> Mixed:
         rows, tokens = x
-        how: dict[str, Any] = dict(norm="rms", train=False)
+        how: dict[str, Any] = dict(norm="rms", train=False, gain=self.branch_gain or 1)
         tokens = nn.normalize(tokens, name=f"{name}_tokens", **how)
         return nn.normalize(rows, name=name, **how) if len(rows) else rows, tokens
 
 
 def _each(function: Any, x: Mixed) -> Mixed:
     return function(x[0]), function(x[1])
-
-
-def _sum(x: Mixed, y: Mixed) -> Mixed:
-    return x[0] + y[0], x[1] + y[1]
 
 
 class OneTrans(EventModel):
@@ -163,10 +183,11 @@ class OneTrans(EventModel):
         tokens = self._tokens(known, self.num_tokens, self.token_mlp, train)
         tokens += features[events.targets][:, None]
         x = (self._items(fields, train) + features)[rows], tokens
+        x = _each(self._scaled, x)
         kept = *(self.pyramid or (None,) * (self.num_layers - 1)), 0
         for number, most in enumerate(kept):
             x, histories = self._layer(number)(x, histories, most)
-        tokens = nn.normalize(x[1], "rms", train=train, name="norm_out")
+        tokens = self._last_norm(x[1], "rms", train)
         return self._logits(jax.lax.collapse(tokens, 1), train)
 
     @linen.nowrap
@@ -191,7 +212,7 @@ class OneTrans(EventModel):
     def _layer(self, number: int) -> OneTransLayer:
         return OneTransLayer(
             **self.options,
-            num_heads=self.num_heads,
+            **self.of_layers,
             ffn_factor=self.ffn_factor,
             name=f"layer_{number}",
         )

@@ -35,6 +35,8 @@ from loka_jax.nn.observed import PROBE, by_path, merge_stats
 from loka_jax.nn.overwriting import overwriting
 from loka_jax.nn.planned import Model, Planned
 from loka_jax.nn.scale_state import check_scales
+    QkNorm,
+    QkNormName,
 from loka_jax.nn.sites import Site, list_sites, sites_of
 from loka_jax.nn.softmax import attend, jagged_softmax_attention, rotated
 from loka_jax.ops.interaction import dot_features, join_features
@@ -82,6 +84,8 @@ __all__ = [
     "activation",
     "attend",
     "by_path",
+    "QkNorm",
+    "QkNormName",
     "check_scales",
     "convert",
     "dot_features",

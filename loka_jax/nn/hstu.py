@@ -15,7 +15,7 @@ from loka_jax.heads import Qkv
 from loka_jax.jagged import Rule
 from loka_jax.nn.jagged_attention import JaggedAttention
 from loka_jax.nn.norm_dense import NormParameters
-from loka_jax.nn.norms import normalize
+from loka_jax.nn.norms import QkNorm, QkNormName, normalize
 from loka_jax.nn.pre_norm_dense import PreNormDense
 from loka_jax.recipe import Recipe
 
@@ -55,6 +55,9 @@ class HstuLayer(linen.Module):
         max_length: N, not less than the rows of the longest sequence.
         window: of rows seen; see `jagged.Rule`, also for `oldest`.
         dropout_rate: of what `out` reads, in training.
+        branch_gain: gain of an RMSNorm of what is added to X, at the start; X itself is
+            not normalized then. None for the norm of X.
+        qk_norm: a bound on Q and K, see `QkNorm`.
         implementation: "xla" for XLA everywhere, "group" for groups of the products.
 
     References:
@@ -68,6 +71,8 @@ class HstuLayer(linen.Module):
     window: int | None = None
     oldest: int = 0
     dropout_rate: float = 0.0
+    branch_gain: float | None = None
+    qk_norm: QkNormName = "none"
     recipe: str | Recipe = "fp8_tensorwise"
     use_bias: bool = True
     implementation: Literal["xla", "group"] | None = None
@@ -92,15 +97,33 @@ class HstuLayer(linen.Module):
         """
         count, width = x.shape
         heads, qk, v = self.num_heads, self.qk_dim, self.v_dim
-        norm = NormParameters("layer", name="norm")
+        norm = None if self.branch_gain else NormParameters("layer", name="norm")
         uvqk = self._dense(2 * heads * (v + qk), "uvqk", norm=norm)(x)
+        uvqk = self._bounded(uvqk)
         rule = Rule(num_contextual, num_candidates, self.window, self.oldest)
         u, attended = self._attend(Qkv((uvqk,), heads, v), offsets, rule)
         u, attended = jax.nn.silu(u), attended.reshape(count, heads * v)
         gated = normalize(attended, "layer", train=train, name="attention_norm") * u
         drop = linen.Dropout(self.dropout_rate, deterministic=not train)
         read = drop(u), drop(attended), drop(gated)
-        return self._dense(width, "out", use_bias=False)(read, x)
+        out = self._dense(width, "out", use_bias=False)
+        if not self.branch_gain:
+            return out(read, x)
+        how: dict[str, Any] = dict(train=train, gain=self.branch_gain, name="norm")
+        return x + normalize(out(read), "rms", **how)
+
+    @linen.nowrap
+    def _bounded(self, uvqk: Float[Array, "C n"]) -> Float[Array, "C n"]:
+        """Returns the rows with their queries and keys bounded."""
+        if self.qk_norm == "none":
+            return uvqk
+        rest = 2 * self.num_heads * self.v_dim
+        shape = len(uvqk), self.num_heads, self.qk_dim
+        q, k = (x.reshape(shape) for x in jnp.split(uvqk[:, rest:], 2, axis=1))
+        q = QkNorm(self.qk_norm, name="q_norm")(q)
+        k = QkNorm(self.qk_norm, name="k_norm")(k)
+        parts = uvqk[:, :rest], q.reshape(len(q), -1), k.reshape(len(k), -1)
+        return jnp.concatenate(parts, axis=1)
 
     def _attend(self, rows: Qkv, offsets: Array, rule: Rule) -> tuple[Any, Array]:
         """Returns U, and the attention [C, h, d_v]."""

@@ -1,7 +1,7 @@
-"""Norms and activations by name, and BlockNorm."""
+"""Norms and activations by name, BlockNorm, and bounds of queries and keys."""
 
 from collections.abc import Callable, Collection
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from loka_jax import xla
 from loka_jax.normed import NORM_BLOCK, ActivationName
 
 NormName = Literal["none", "layer", "rms", "block", "batch"]
+QkNormName = Literal["none", "rms", "tanh"]
 
 
 class BlockNorm(linen.Module):
@@ -57,6 +58,35 @@ class BlockNorm(linen.Module):
         return x * jax.lax.rsqrt(mean_square + self.epsilon)
 
 
+class QkNorm(linen.Module):
+    """A bound on queries or keys, and so on the logits of an attention.
+
+        rms    y = x / sqrt(mean(x^2) + epsilon)    of each head, without a learned gain
+        tanh   y = tanh(alpha x)                    alpha is learned, 1/2 at the start
+
+    References:
+        FOG, arXiv 2505.20524; for tanh, DyT, arXiv 2503.10622.
+    """
+
+    norm: QkNormName
+
+    @linen.compact
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        """Returns the queries or keys of heads of d columns, bounded.
+
+        Raises:
+            ValueError: if there is no norm of that name.
+        """
+        check_choice("qk_norm", self.norm, get_args(QkNormName))
+        if self.norm == "none":
+            return x
+        if self.norm == "rms":
+            return BlockNorm(block=x.shape[-1])(x)
+        initial = linen.initializers.constant(0.5)
+        alpha = self.param("alpha", initial, (), jnp.float32)
+        return jnp.tanh(alpha * x.astype(jnp.float32)).astype(x.dtype)
+
+
 def activation(name: ActivationName) -> Callable[[Array], Array]:
     """Returns the activation function of that name.
 
@@ -85,6 +115,7 @@ def normalize(
     *,
     train: bool,
     use_bias: bool = True,
+    gain: float = 1.0,
     name: str | None = None,
 ) -> Float[Array, "... n"]:
     """Returns `x` normalized; to be called inside a compact Flax module.
@@ -94,6 +125,7 @@ def normalize(
             moments in the collection `batch_stats`.
         train: use this batch's moments and update the running ones (batch norm only).
         use_bias: add a learned shift ("layer" and "batch" only).
+        gain: the learned scale at the start ("rms" only).
 
     Raises:
         ValueError: if there is no norm of that name.
@@ -104,7 +136,8 @@ def normalize(
         case "layer":
             module = linen.LayerNorm(dtype=x.dtype, use_bias=use_bias, name=name)
         case "rms":
-            module = linen.RMSNorm(dtype=x.dtype, name=name)
+            scale_init = linen.initializers.constant(gain)
+            module = linen.RMSNorm(dtype=x.dtype, scale_init=scale_init, name=name)
         case "block":
             module = BlockNorm(name=name)
         case "batch":

@@ -261,6 +261,8 @@ def _check_model(model: RankingModel):
     for name in ("dropout_rate", "layer_dropout_rate", "input_dropout_rate"):
         rate = getattr(model, name, 0.0)
         require(0 <= rate < 1, option_of(name), rate, "in [0, 1)")
+    scale = getattr(model, "input_scale", 1.0)
+    require(1e-6 <= scale <= 1e6, "--input-scale", scale, "in 1e-6..1e6")
     for field in dataclasses.fields(model):
         value, option = getattr(model, field.name), option_of(field.name)
         if isinstance(value, tuple):

@@ -8,6 +8,7 @@ import numpy as np
 
 from loka_jax.data import Events
 from tests.support import normal
+from tests.support.nn import listed
 
 B, P, K, D, TASKS = 3, 1, 2, 8, 2
 LENGTHS = (6, 0, 4)
@@ -68,6 +69,32 @@ def features_of(model, params, given):
     for task in range(TASKS):
         x = x + params[f"answer_{task}"][given.answers[:, task]]
     return x
+
+
+# Together they are FOG's form of a layer; tanh is its other bound.
+FOG = {"branch_norm": True, "qk_norm": "rms", "input_scale": 3.0}
+SWITCHES = [{}, FOG, {"qk_norm": "tanh"}]
+
+
+def bounded(model, q, k, params):
+    """Returns queries and keys [rows, heads, d], bounded as the model has it."""
+    if model.qk_norm == "tanh":
+        alphas = params["q_norm"]["alpha"], params["k_norm"]["alpha"]
+        return np.tanh(alphas[0] * q), np.tanh(alphas[1] * k)
+    if model.qk_norm == "rms":
+        return (x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6) for x in (q, k))
+    return q, k
+
+
+def assert_fog_keeps_sites(model, *args):
+    """Asserts that FOG's form has the same sites in the same recipes."""
+
+    def recipes(model):
+        return {path: site.recipe for path, site in listed(model, *args).items()}
+
+    before = recipes(model)
+    assert "fp8_rowwise" in before.values()
+    assert recipes(model.clone(**FOG)) == before
 
 
 def initialized(model, *args):

@@ -37,6 +37,38 @@ class Normalized(linen.Module):
         return nn.normalize(x, self.norm, train=self.train, name="norm")
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("norm", ["none", "rms", "tanh"])
+def test_queries_and_keys_are_bounded_head_by_head(norm, dtype):
+    x = (9 * support.normal(6, 2, 8) + 1).astype(dtype)
+    module, exact = nn.QkNorm(norm), np.asarray(x, np.float64)
+    variables = {"params": {"alpha": jnp.float32(0.3)}} if norm == "tanh" else {}
+    rms = np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-6)
+    expected = {"none": exact, "rms": exact / rms, "tanh": np.tanh(0.3 * exact)}
+    found = jax.jit(module.apply)(variables, x)
+    assert found.dtype == dtype
+    eps = float(jnp.finfo(dtype).eps)
+    found = np.asarray(found, np.float64)
+    np.testing.assert_allclose(found, expected[norm], rtol=8 * eps)
+
+
+def test_bounds_start_at_their_gains():
+    class Branch(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = nn.QkNorm("tanh", name="q_norm")(x)
+            return nn.normalize(x, "rms", train=False, gain=0.3, name="norm")
+
+    params = Branch().init(jax.random.key(0), jnp.ones((2, 4)))["params"]
+    gain = {"norm": {"scale": np.full(4, 0.3, np.float32)}}
+    chex.assert_trees_all_equal(params, gain | {"q_norm": {"alpha": np.float32(0.5)}})
+
+
+def test_an_unknown_bound_is_refused():
+    with pytest.raises(ValueError, match="unknown qk_norm 'l2': use none, rms, tanh"):
+        nn.QkNorm("l2").init(jax.random.key(0), jnp.ones((2, 4)))
+
+
 BOTH = ["bias", "scale"]
 NAMES = {"none": [], "layer": BOTH, "rms": ["scale"], "block": [], "batch": BOTH}
 

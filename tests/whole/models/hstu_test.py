@@ -31,13 +31,16 @@ from loka_jax.site import BF16, Choice
 from tests.support import normal
 from tests.support.histories import (
     REAL,
+    SWITCHES,
     TASKS,
     B,
     C,
     P,
     apply,
     assert_candidates_are_alone,
+    assert_fog_keeps_sites,
     assert_later_rows_change_nothing,
+    bounded,
     dense,
     features_of,
     initialized,
@@ -72,10 +75,10 @@ def silu(x):
 
 def layer(model, x, params, counts):
     contexts, candidates = counts
-    u, v, q, k = np.split(
-        dense(norm(x, params["norm"]), params["uvqk"]), [12, 24, 32], 1
-    )
+    read = x if model.branch_norm else norm(x, params["norm"])
+    u, v, q, k = np.split(dense(read, params["uvqk"]), [12, 24, 32], 1)
     q, k, v = (part.reshape(len(x), 2, -1) for part in (q, k, v))
+    q, k = bounded(model, q, k, params)
     scores = silu(np.einsum("ihd,jhd->hij", q, k) / 2) / model.max_length
     i, j = np.indices((len(x), len(x)))
     first = len(x) - candidates
@@ -87,7 +90,11 @@ def layer(model, x, params, counts):
     a = np.einsum("hij,jhe->ihe", scores * sees, v).reshape(len(x), -1)
     u = silu(u)
     joined = np.concatenate([u, a, norm(a, params["attention_norm"]) * u], axis=1)
-    return x + dense(joined, params["out"])
+    added = dense(joined, params["out"])
+    if model.branch_norm:
+        added /= np.sqrt(np.mean(added**2, axis=-1, keepdims=True) + 1e-6)
+        added *= params["norm"]["scale"]
+    return x + added
 
 
 def equations(model, params, rows, given):
@@ -102,17 +109,19 @@ def equations(model, params, rows, given):
         if not len(part):
             continue
         part[:P] += dense(np.asarray(context[sequence]), params["context"])
+        part *= model.input_scale
         for number in range(MODEL.num_layers):
             counts = P, given.candidates[sequence]
             part = layer(model, part, params[f"layer_{number}"], counts)
         target = given.offsets[sequence + 1] - 1
-        user = norm(part[-1], params["norm_out"])
+        user = part[-1]
+        user = user if model.branch_norm else norm(user, params["norm_out"])
         hidden = dense(user * items[target], params["head_mlp"]["dense_0"])
         out.append(dense(np.maximum(hidden, 0), params["head"]))
     return np.stack(out)
 
 
-@pytest.mark.parametrize("changes", [{}, {"window": 2, "oldest": 1}])
+@pytest.mark.parametrize("changes", [{"window": 2, "oldest": 1}, *SWITCHES])
 def test_the_model_follows_its_equations(changes):
     args, model = inputs(), MODEL.clone(**changes)
     params = initialized(model, *args)
@@ -152,6 +161,10 @@ def test_sequences_of_targets_are_not_truncated():
 
 def test_among_targets_a_later_row_changes_no_earlier_logit():
     assert_later_rows_change_nothing(MODEL)
+
+
+def test_fog_keeps_the_sites():
+    assert_fog_keeps_sites(MODEL.clone(recipe="fp8_rowwise", dim=64), *inputs())
 
 
 def test_every_product_is_a_site():

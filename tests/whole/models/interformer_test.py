@@ -7,12 +7,15 @@ import pytest
 from loka_jax.models import InterFormer
 from tests.support.histories import (
     REAL,
+    SWITCHES,
     TASKS,
     B,
     C,
     P,
     apply,
+    assert_fog_keeps_sites,
     assert_follows,
+    bounded,
     dense,
     features_of,
     initialized,
@@ -96,11 +99,12 @@ def places_of(s):
     return np.arange(len(s)) - len(s)
 
 
-def history(s, params):
+def history(model, s, params):
     """Returns S_sum of [CLS; rows]."""
     pma = params["pma"]
     k, v = heads(dense(s, pma["kv"]), 2)
-    pooled = attention(pma["queries"], turned(k, places_of(s)), v, pma)
+    q, k = bounded(model, pma["queries"], k, pma)
+    pooled = attention(q, turned(k, places_of(s)), v, pma)
     recent = np.zeros((RECENT, s.shape[1]))
     newest = s[CLS:][::-1][:RECENT]
     recent[: len(newest)] = newest
@@ -120,14 +124,22 @@ def interaction(x, params):
     return layer_norm(dot + cross + residual, params["norm"])
 
 
-def sequence(s, x_sum, params):
+def sequence(model, s, x_sum, params):
     """Returns the rows after a PFFN by the weight X_sum^T W of the sample, and MHA."""
     pffn, own = params["pffn"], params["attention"]
+
+    def before(name, x):
+        return x if model.branch_norm else rms(x, params[name])
+
+    def after(name, x):
+        return rms(x, params[name]) if model.branch_norm else x
+
     weight = pffn["kernel"] @ x_sum  # of a sample, [D, D]
-    z = s + rms(s, params["pffn_norm"]) @ weight + pffn["bias"] @ x_sum
-    q, k, v = heads(dense(rms(z, params["attention_norm"]), own["qkv"]), 3)
-    q, k = (turned(y, places_of(z)) for y in (q, k))
-    return z + attention(q, k, v, own)
+    added = before("pffn_norm", s) @ weight + pffn["bias"] @ x_sum
+    z = s + after("pffn_norm", added)
+    q, k, v = heads(dense(before("attention_norm", z), own["qkv"]), 3)
+    q, k = (turned(y, places_of(z)) for y in bounded(model, q, k, own))
+    return z + after("attention_norm", attention(q, k, v, own))
 
 
 def equations(model, params, rows, given):
@@ -136,30 +148,31 @@ def equations(model, params, rows, given):
     e = rms(e, params["mask_norm"])
     items = mlp(e * mlp(e, params["mask"]), params["item_mlp"])
     zero = params | {"position": np.zeros((8, D))}
-    items = items + features_of(model, zero, given)
+    items = (items + features_of(model, zero, given)) * model.input_scale
     out = []
     for number in np.flatnonzero(REAL):
         start, end = given.offsets[number : number + 2]
         known = np.concatenate([fields[end - 1], context[number]]).reshape(-1)
-        x = mlp(known, params["tokens"]).reshape(N, D)
+        x = mlp(known, params["tokens"]).reshape(N, D) * model.input_scale
         s = items[start + P : end - 1]
         for layer in range(model.num_layers):
             own = params[f"features_{layer}"]
             x_sum = gate(own["lce"]["kernel"].T @ x, own)
             s = s if layer else np.concatenate([x_sum[:CLS], s])
-            s_sum = history(s, params[f"history_{layer}"])
+            s_sum = history(model, s, params[f"history_{layer}"])
             both = np.concatenate([x, s_sum])
             x = interaction(both, params[f"interaction_{layer}"])
-            s = sequence(s, x_sum, params[f"sequence_{layer}"])
-        s_sum = history(s, params[f"history_{model.num_layers}"])
+            s = sequence(model, s, x_sum, params[f"sequence_{layer}"])
+        s_sum = history(model, s, params[f"history_{model.num_layers}"])
         flat = np.concatenate([x, s_sum]).reshape(-1)
         hidden = mlp(flat, params["head_mlp"], ends_linear=False)
         out.append(dense(hidden, params["head"]))
     return np.stack(out)
 
 
-def test_the_model_and_its_gradients_follow_its_equations():
-    assert_follows(equations, MODEL)
+@pytest.mark.parametrize("options", SWITCHES)
+def test_the_model_and_its_gradients_follow_its_equations(options):
+    assert_follows(equations, MODEL.clone(**options))
 
 
 def test_an_empty_history_is_its_summary_of_features():
@@ -223,6 +236,10 @@ def test_events_that_are_all_targets_are_refused():
     args = (*args[:2], args[2]._replace(candidates=None))
     with pytest.raises(ValueError, match="--data.targets last"):
         jax.eval_shape(MODEL.init, jax.random.key(0), *args)
+
+
+def test_fog_keeps_the_sites():
+    assert_fog_keeps_sites(MODEL.clone(recipe="fp8_rowwise", dim=64), *inputs())
 
 
 def test_every_product_is_a_site():

@@ -7,12 +7,15 @@ import pytest
 from loka_jax.models import OneTrans
 from tests.support.histories import (
     REAL,
+    SWITCHES,
     TASKS,
     C,
     P,
     assert_candidates_are_alone,
+    assert_fog_keeps_sites,
     assert_follows,
     assert_later_rows_change_nothing,
+    bounded,
     dense,
     features_of,
     inputs,
@@ -54,10 +57,16 @@ def mixed_norm(x, params, name):
     return np.concatenate([norm(rows, params[name]) if len(rows) else rows, tokens])
 
 
-def layer(x, params, kept):
+def layer(model, x, params, kept):
     """Returns what goes on of the rows and tokens of a history."""
-    h = np.concatenate([norm(x[:-L], params["attention_norm"])] if len(x) > L else [])
-    h = np.concatenate([h, norm(x[-L:], params["attention_norm_tokens"])])
+
+    def before(name, x):
+        return x if model.branch_norm else mixed_norm(x, params, name)
+
+    def after(name, x):
+        return mixed_norm(x, params, name) if model.branch_norm else x
+
+    h = before("attention_norm", x)
     going_on = len(x) - min(kept, len(x) - L) - L
     own = [dense(h[i - L], params[f"qkv_{i}"]) for i in range(L)]
     rows = h[:-L] @ np.zeros((D, 3 * D))
@@ -69,14 +78,15 @@ def layer(x, params, kept):
             rows[:, :D] = dense(h[:-L], params["q"])
     q, k, v = np.split(np.concatenate([rows, own]), 3, axis=1)
     q, k, v = (y.reshape(len(y), HEADS, -1) for y in (q[going_on:], k, v))
+    q, k = bounded(model, q, k, params)
     scores = np.einsum("ihd,jhd->hij", q, k) / np.sqrt(D / HEADS)
     i, j = np.indices(scores.shape[1:])
     shares = np.where(j <= i + going_on, np.exp(scores), 0)
     shares = shares / shares.sum(-1, keepdims=True)
     seen = np.einsum("hij,jhe->ihe", shares, v).reshape(len(q), D)
-    z = x[going_on:] + mixed(seen, params, "out")
-    hidden = np.maximum(mixed(mixed_norm(z, params, "ffn_norm"), params, "ffn_in"), 0)
-    return z + mixed(hidden, params, "ffn_out")
+    z = x[going_on:] + after("attention_norm", mixed(seen, params, "out"))
+    hidden = np.maximum(mixed(before("ffn_norm", z), params, "ffn_in"), 0)
+    return z + after("ffn_norm", mixed(hidden, params, "ffn_out"))
 
 
 def equations(model, params, rows, given):
@@ -84,24 +94,26 @@ def equations(model, params, rows, given):
     mlp = params["item_mlp"]
     items = np.maximum(dense(fields.reshape(C, -1), mlp["dense_0"]), 0)
     features = features_of(model, params, given)
-    x = dense(items, mlp["dense_1"]) + features
+    x = (dense(items, mlp["dense_1"]) + features) * model.input_scale
     out = []
     for sequence in np.flatnonzero(REAL):
         start, end = given.offsets[sequence : sequence + 2]
         known = np.concatenate([fields[end - 1], context[sequence]]).reshape(-1)
         tokens = dense(known, params["tokens"]["dense_0"]).reshape(L, D)
-        part = np.concatenate([x[start + P : end - 1], tokens + features[end - 1]])
+        tokens = (tokens + features[end - 1]) * model.input_scale
+        part = np.concatenate([x[start + P : end - 1], tokens])
         for number, kept in enumerate((*(model.pyramid or (C,)), 0)):
-            part = layer(part, params[f"layer_{number}"], kept)
-        flat = norm(part, params["norm_out"]).reshape(-1)
+            part = layer(model, part, params[f"layer_{number}"], kept)
+        part = part if model.branch_norm else norm(part, params["norm_out"])
+        flat = part.reshape(-1)
         hidden = np.maximum(dense(flat, params["head_mlp"]["dense_0"]), 0)
         out.append(dense(hidden, params["head"]))
     return np.stack(out)
 
 
-@pytest.mark.parametrize("pyramid", [(), (3,)])
-def test_the_model_and_its_gradients_follow_its_equations(pyramid):
-    assert_follows(equations, MODEL.clone(pyramid=pyramid))
+@pytest.mark.parametrize("options", [{"pyramid": (3,)}, *SWITCHES])
+def test_the_model_and_its_gradients_follow_its_equations(options):
+    assert_follows(equations, MODEL.clone(**options))
 
 
 def test_candidates_of_one_history_are_scored_as_if_each_were_alone():
@@ -121,6 +133,10 @@ def test_sizes_that_do_not_fit_are_refused():
     args = (*args[:2], args[2]._replace(candidates=None))
     with pytest.raises(ValueError, match="--data.targets last"):
         jax.eval_shape(MODEL.clone(pyramid=(3,)).init, jax.random.key(0), *args)
+
+
+def test_fog_keeps_the_sites():
+    assert_fog_keeps_sites(MODEL.clone(recipe="fp8_rowwise", dim=64), *inputs())
 
 
 def test_every_product_is_a_site():
