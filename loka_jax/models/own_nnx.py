@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from jaxtyping import Array, Float
 
+from loka_jax import nn
+
 _COLLECTIONS = "params", "batch_stats"
 
 
@@ -55,12 +57,29 @@ class OwnNnx(linen.Module):
         module.train() if is_training else module.eval()
         if "train" in inspect.signature(self.of.__call__).parameters:
             options["train"] = is_training
-        logits = module(dense_features, embeddings, **options)
+        logits = self._called(module, dense_features, embeddings, **options)
         for name, state in zip(_COLLECTIONS, self._split(module)[1:3], strict=True):
             if self.is_mutable_collection(name):
                 for key, value in nnx.to_pure_dict(state).items():
                     self.put_variable(name, key, value)
         return logits
+
+    def _called(self, module: Any, *args: Any, **options: Any) -> Any:
+        """Returns what a module does; its blocks leave their penalties if asked."""
+        if not nn.sees_blocks():
+            return module(*args, **options)
+        kind = nnx.Intermediate
+        out, seen = nnx.capture(module, kind, method_outputs=kind)(*args, **options)
+        called = {
+            path[:-1]: x.get_value()
+            for path, x in nnx.to_flat_state(seen)
+            if path[-1] == "__call__"
+        }
+        for place, x in called.items():
+            within = [y for y in called if y[: len(place)] == place and y != place]
+            for found in nn.penalties_of(x) if place and within else ():
+                self.sow(nn.BLOCKS, "penalty", found)
+        return out
 
     def _split(self, module: nnx.Module) -> Any:
         """Returns the module's structure, parameters, batch statistics and keys."""

@@ -7,6 +7,13 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from loka_jax.jagged import span_visibility
 from loka_jax.nn.attention import SelfAttention
+from loka_jax.nn.block_outputs import (
+    BLOCKS,
+    penalties_of,
+    penalty,
+    seeing_blocks,
+    sees_blocks,
+)
 from loka_jax.nn.context import SiteContext, overriding, probing, site_context
 from loka_jax.nn.convert import Converted, convert
 from loka_jax.nn.dense import Dense, Fp8DotGeneral
@@ -28,6 +35,8 @@ from loka_jax.nn.norms import (
     ActivationName,
     BlockNorm,
     NormName,
+    QkNorm,
+    QkNormName,
     activation,
     normalize,
 )
@@ -35,8 +44,6 @@ from loka_jax.nn.observed import PROBE, by_path, merge_stats
 from loka_jax.nn.overwriting import overwriting
 from loka_jax.nn.planned import Model, Planned
 from loka_jax.nn.scale_state import check_scales
-    QkNorm,
-    QkNormName,
 from loka_jax.nn.sites import Site, list_sites, sites_of
 from loka_jax.nn.softmax import attend, jagged_softmax_attention, rotated
 from loka_jax.ops.interaction import dot_features, join_features
@@ -49,6 +56,7 @@ if TYPE_CHECKING:
     from loka_jax.nn.nnx_convert import Fp8State, ProbeStats, take_scaling
 
 __all__ = [
+    "BLOCKS",
     "OVERWRITE_WITH_GRADIENT",
     "PROBE",
     "ActivationName",
@@ -76,6 +84,8 @@ __all__ = [
     "Planned",
     "ProbeConfig",
     "ProbeStats",
+    "QkNorm",
+    "QkNormName",
     "Residual",
     "SelfAttention",
     "Sequences",
@@ -84,8 +94,6 @@ __all__ = [
     "activation",
     "attend",
     "by_path",
-    "QkNorm",
-    "QkNormName",
     "check_scales",
     "convert",
     "dot_features",
@@ -99,9 +107,13 @@ __all__ = [
     "normalize",
     "overriding",
     "overwriting",
+    "penalties_of",
+    "penalty",
     "probing",
     "rotated",
     "runs_tails",
+    "seeing_blocks",
+    "sees_blocks",
     "site_context",
     "sites_of",
     "span_visibility",

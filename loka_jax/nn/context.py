@@ -34,6 +34,7 @@ class SiteContext:
         called: paths of the sites that were called.
         scales_initialized: all delayed scales are initialized, whatever recipes say.
         recipe: of the sites of conversions to which nobody gave one.
+        sees_blocks: blocks tell how large their outputs are, see `block_outputs`.
     """
 
     choices: Mapping[str, str | Recipe | Choice] = dataclasses.field(
@@ -45,6 +46,7 @@ class SiteContext:
     called: set[str] = dataclasses.field(default_factory=set)
     scales_initialized: bool = False
     recipe: str | Recipe | None = None
+    sees_blocks: bool = False
 
     def plan(
         self,
@@ -84,7 +86,7 @@ class SiteContext:
         """All that programs depend on."""
         choices = frozenset(self.choices.items())
         seen = (self.observer, self.is_listing, self.device, self.scales_initialized)
-        return (choices, *seen, self.recipe)
+        return (choices, *seen, self.recipe, self.sees_blocks)
 
 
 _PLAIN = SiteContext()

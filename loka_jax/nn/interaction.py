@@ -14,6 +14,7 @@ from flax import linen
 from jaxtyping import Array, Float
 
 from loka_jax.group import Cross, Group, Member
+from loka_jax.nn.context import current
 from loka_jax.nn.dense import (
     Dense,
     DenseVariables,
@@ -229,7 +230,7 @@ class CrossDeep(linen.Module):
             shape = group.rows, self.cross.group_of(parts).columns(0)
             of_cross = self.cross.plans(parts, group)
             plans = joined(group, [*of_cross, *self.deep.plans(group, shape)])
-        if group is None or plans is None:
+        if group is None or plans is None or current().sees_blocks:
             return self._apart(x0, group, train)
         count = len(plans) - len(self.deep.features)
         first = self.cross(None, within=Within(group, plans[:count]))

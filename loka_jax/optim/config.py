@@ -35,6 +35,9 @@ class OptimConfig:
         loss: "module:function" of a loss of your own, see
             `loka_jax.train.own_functions`; None for the log loss. With one, its log
             loss does not tell that a run diverges.
+        tweo: weight of TWEO's term in the loss, which keeps outputs of the model's
+            blocks small: the mean of `(|A| / 3)^4`, see `loka_jax.nn.block_outputs`;
+            the paper's is 0.01. 0 for none.
         task_weights: weights of the tasks' losses in their sum, in the order of
             `--data.labels`; 1 for each if empty.
         best_task: the task whose measure that is; None for the mean over all tasks.
@@ -56,6 +59,7 @@ class OptimConfig:
     decay: Literal["constant", "cosine", "linear"] = "constant"
     best_by: Literal["ne", "logloss", "auc"] = "ne"
     loss: str | None = None
+    tweo: float = 0.0
     task_weights: tuple[float, ...] = ()
     best_task: str | None = None
     plateau_factor: float = 0.1
@@ -89,6 +93,7 @@ _RANGES = (
     ("rows_lr", 1e-12, 1e3),
     ("rows_l2", 0.0, 1e3),
     ("rows_c", 1e-3, 1e6),
+    ("tweo", 0.0, 1e3),
     ("warmup_steps", 0, 2**31 - 1),
     ("plateau_factor", 1e-6, 1.0),
     ("plateau_patience", 1, 10_000),

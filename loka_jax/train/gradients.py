@@ -1,5 +1,6 @@
 """The loss of a batch and its gradients, also accumulated over parts of the batch."""
 
+import contextlib
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from loka_jax import scaling
+from loka_jax import nn, scaling
 from loka_jax.nn import OVERWRITE_WITH_GRADIENT, PROBE, probing
 from loka_jax.train import tasks
 from loka_jax.train.state import TrainState
@@ -83,17 +84,22 @@ def _loss_of(
     labels, weights = tasks.labels_and_weights(batch)
     if total_weight is None:
         total_weight = jnp.sum(weights, axis=0)
-    logits, updated = model.apply(
-        variables,
-        *inputs_of(batch, rows),
-        train=True,
-        rngs={"dropout": key},
-        mutable=["batch_stats"],
-    )
+    seeing = nn.seeing_blocks() if objective.tweo else contextlib.nullcontext()
+    with seeing:
+        logits, updated = model.apply(
+            variables,
+            *inputs_of(batch, rows),
+            train=True,
+            rngs={"dropout": key},
+            mutable=["batch_stats"] + [nn.BLOCKS] * bool(objective.tweo),
+        )
     losses = objective.loss(logits, labels, weights)
     losses = jnp.where(weights > 0, losses * weights, 0.0)
     means = jnp.sum(losses, axis=0) / _divisor(state, total_weight)
     loss = tasks.total_loss(means, objective.task_weights)
+    if objective.tweo:
+        share = jnp.sum(weights) / jnp.sum(_divisor(state, total_weight))
+        loss += objective.tweo * share * nn.penalty(updated.get(nn.BLOCKS))
     return loss, (logits, updated.get("batch_stats", {}))
 
 

@@ -75,10 +75,12 @@ class Objective(NamedTuple):
     Attributes:
         task_weights: of the losses of several tasks; 1 for each if empty.
         loss: of each example and task.
+        tweo: weight of `nn.penalty` of the model's blocks; 0 for none.
     """
 
     task_weights: tuple[float, ...] = ()
     loss: Loss = log_loss
+    tweo: float = 0.0
 
 
 LOG_LOSS = Objective()
@@ -86,7 +88,7 @@ LOG_LOSS = Objective()
 
 def objective_of(optim: OptimConfig) -> Objective:
     """Returns what a run minimizes."""
-    return Objective(optim.task_weights, loss_of(optim.loss))
+    return Objective(optim.task_weights, loss_of(optim.loss), optim.tweo)
 
 
 def total_loss(

@@ -64,3 +64,50 @@ class Remembering(nnx.Module):
 
     def __call__(self, dense, embeddings):
         return dense.sum(axis=1)
+
+
+class Block(linen.Module):
+    """A residual branch: a block, and no dense layer."""
+
+    @linen.compact
+    def __call__(self, x):
+        return x + linen.Dense(x.shape[-1])(linen.LayerNorm()(x))
+
+
+class Stacked(linen.Module):
+    """Two blocks between dense layers."""
+
+    @linen.compact
+    def __call__(self, dense, embeddings):
+        x = jnp.concatenate([dense, embeddings.reshape(len(dense), -1)], axis=1)
+        x = linen.Dense(16)(x)
+        for _ in range(2):
+            x = Block()(x)
+        return linen.Dense(1)(x)
+
+
+class NnxBlock(nnx.Module):
+    """The same of NNX."""
+
+    def __init__(self, width, rngs):
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.dense = nnx.Linear(width, width, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dense(self.norm(x))
+
+
+class NnxStacked(nnx.Module):
+    """The same of NNX."""
+
+    def __init__(self, num_dense, num_fields, dim, *, rngs):
+        self.first = nnx.Linear(num_dense + num_fields * dim, 16, rngs=rngs)
+        self.blocks = nnx.List([NnxBlock(16, rngs) for _ in range(2)])
+        self.head = nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, dense, embeddings):
+        x = jnp.concatenate([dense, embeddings.reshape(len(dense), -1)], axis=1)
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)

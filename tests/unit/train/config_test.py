@@ -14,13 +14,15 @@ from loka_jax.data.open import identity_of_generated
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.local import shipped_path
 from loka_jax.dispatch.plan import DispatchPlan
-from loka_jax.models import Dlrm
+from loka_jax.models import Dlrm, Hstu
+from loka_jax.optim import OptimConfig
 from loka_jax.probe.site import ErrorsAlone
 from loka_jax.train.config import (
     Dcnv2Config,
     DispatchOptions,
     DlrmConfig,
     EmbeddingConfig,
+    HstuConfig,
     LoopConfig,
     ProbeOptions,
     RunOptions,
@@ -91,6 +93,11 @@ NAN = float("nan")
         (lambda: dlrm(dropout_rate=NAN), "--dropout-rate nan must be in [0, 1)."),
         (lambda: dlrm(top_mlp=(8, 0)), "--top-mlp (8, 0) must be positive."),
         (lambda: dlrm(recipe="fp8_rowise"), "did you mean 'fp8_rowwise'"),
+        (
+            lambda: HstuConfig(name="x", model=Hstu(input_scale=0.0)),
+            "--input-scale 0.0 must be in 1e-6..1e6.",
+        ),
+        (lambda: OptimConfig(tweo=-1.0), "--optim.tweo -1.0 must lie between 0.0"),
         (lambda: RunOptions(profile="5:0"), "must be START:STEPS"),
         (lambda: RunOptions(watchdog=1e6 + 1), "at most 1,000,000"),
         (lambda: ProbeOptions(every=-1), "--probe.every -1 must be at least 0"),

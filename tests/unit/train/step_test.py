@@ -25,9 +25,11 @@ from loka_jax.train.step import (
     scales_initialized,
 )
 from loka_jax.train.tables.update import RowUpdate, update_table
+from loka_jax.train.tasks import Objective
 from tests.support import linear
 from tests.support.linear import FIRST_ROWS, SIZE, TABLES, Linear, expected, make_batch
 from tests.support.loop import start_state
+from tests.support.own_models import Block
 from tests.support.train import digest
 
 COUNTERS = ("step", "skipped", "skipped_in_a_row")
@@ -202,6 +204,36 @@ def test_microbatches_are_accumulated_in_order():
     assert float(stats["mean"]) == 10_000 + 8000 + 200 + 40 + 1
     # Zeros, with which the maximum begins, are neutral: amaxes are none below.
     np.testing.assert_array_equal(grads.fp8["site"].table[:, 0], [8, 0, 1])
+
+
+class WithBlock(linen.Module):
+    """A block, the sum of whose outputs is the logit."""
+
+    @linen.compact
+    def __call__(self, dense, embeddings, *, train=False):
+        x = jnp.concatenate([dense, embeddings.reshape(len(dense), -1)], axis=1)
+        return jnp.sum(Block(name="block")(3 * x), axis=1) / 30
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_tweo_adds_the_mean_fourth_power_of_blocks_to_the_loss(microbatches):
+    state, batch = linear.make_state(WithBlock(), linear.sgd(), Sgd()), make_batch()
+    options = dict(objective=Objective(tweo=0.5), microbatches=microbatches)
+    step = linear.step_of(WithBlock(), linear.sgd(), RowUpdate(*OF_ROWS), **options)
+
+    def loss(params, rows):
+        x = jnp.concatenate([batch.dense, rows.reshape(SIZE, -1)], axis=1)
+        y = Block().apply({"params": params["block"]}, 3 * x)
+        losses = jnp.logaddexp(0, (1 - 2 * batch.labels) * jnp.sum(y, axis=1) / 30)
+        return jnp.mean(losses) + 0.5 * jnp.mean((y / 3) ** 4)
+
+    rows = state.table[batch.ids + FIRST_ROWS]
+    grads, of_rows = jax.jit(jax.grad(loss, (0, 1)))(state.params, rows)
+    want = jax.tree.map(lambda p, g: p - 0.1 * g, state.params, grads)
+    after = step(state, batch)
+    chex.assert_trees_all_close(after.params, want, rtol=1e-5, atol=1e-6)
+    table = state.table.at[batch.ids + FIRST_ROWS].add(-0.1 * of_rows)
+    np.testing.assert_allclose(after.table, table, rtol=1e-5, atol=1e-6)
 
 
 class Stateful(linen.Module):
