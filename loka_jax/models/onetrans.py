@@ -178,7 +178,7 @@ class OneTrans(EventModel):
             candidates=events.candidates,
         )
         of_samples = jax.lax.collapse(context, 1)
-        shared = nn.sum_of_rows((of_samples,), (histories.of,), context.dtype)
+        shared: Array = nn.sum_of_rows((of_samples,), (histories.of,), context.dtype)
         known = fields[events.targets], shared.reshape(-1, *context.shape[1:])
         tokens = self._tokens(known, self.num_tokens, self.token_mlp, train)
         tokens += features[events.targets][:, None]

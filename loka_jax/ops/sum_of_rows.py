@@ -51,7 +51,8 @@ def _sums(dy: Array, index: Array, num_rows: int) -> Array:
     index = jnp.minimum(index, num_rows - 1)
     if num_rows <= _FEW:
         one_hot = (index[:, None] == jnp.arange(num_rows)[None]).astype(dy.dtype)
-        how = dict(precision="highest", preferred_element_type=jnp.float32)
+        how: dict[str, Any] = dict(precision="highest")
+        how |= dict(preferred_element_type=jnp.float32)
         return jnp.einsum("nr,nd->rd", one_hot, dy, **how)
     zeros = jnp.zeros((num_rows, dy.shape[1]), jnp.float32)
 
