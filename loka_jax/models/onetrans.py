@@ -120,7 +120,9 @@ class OneTransLayer(ModelPart, kw_only=True):
     @linen.nowrap
     def _norm(self, name: str, x: Mixed) -> Mixed:
         rows, tokens = x
-        how: dict[str, Any] = dict(norm="rms", train=False, gain=self.branch_gain or 1)
+        how: dict[str, Any] = dict(
+            norm="rms", train=False, gain=self.branch_gain or 1.0
+        )
         tokens = nn.normalize(tokens, name=f"{name}_tokens", **how)
         return nn.normalize(rows, name=name, **how) if len(rows) else rows, tokens
 
