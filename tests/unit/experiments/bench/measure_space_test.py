@@ -1,5 +1,7 @@
 """A space is measured point by point, goes on where it ended, and keeps failures."""
 
+import os
+
 import pytest
 
 from experiments.bench import measure_space
@@ -10,12 +12,13 @@ from tests.support.configs import tiny_config
 def test_a_space_grows_until_all_points_are_in_it(tmp_path, monkeypatch):
     asked, interrupted = [], []
 
-    def measured(configs, seconds, together, environment):
+    def measured(configs, seconds, together, environment, turns):
         for config in configs:
             if len(asked) == 2 and not interrupted:
                 interrupted.append(True)
                 raise KeyboardInterrupt
             asked.append((together, environment.get("CUDA_VISIBLE_DEVICES")))
+            assert not turns
             assert (config.mesh.replicas, config.mesh.shards) == (1, 1)
             steps = config.loop.steps_per_call
             if steps == 8:
@@ -36,3 +39,22 @@ def test_a_space_grows_until_all_points_are_in_it(tmp_path, monkeypatch):
     assert {x.choices["steps-per-call"] for x in trials if not x.is_ok} == {"8"}
     assert all(gpu == "0" for _, gpu in asked) and {n for n, _ in asked} <= {3, 2}
     assert measure_space.measure_line(line) == 0 and len(asked) == 8
+
+
+def test_processes_of_a_gpu_share_their_turns(tmp_path, monkeypatch):
+    asked = []
+
+    def measured(configs, seconds, together, environment, turns):
+        for _ in configs:
+            own = environment["CUDA_VISIBLE_DEVICES"], turns, os.path.isdir(turns)
+            asked.append((*own, environment["XLA_PYTHON_CLIENT_PREALLOCATE"]))
+            yield Outcome(status="ok", rates=(100.0,))
+
+    monkeypatch.setattr(measure_space, "measured", measured)
+    out = tmp_path / "space.json"
+    line = ["--config", tiny_config("fp8_dlrm"), "--out", str(out), "--gpus", "2"]
+    line += ["--space", "table-dtype", "--together", "1", "--jobs", "2"]
+    assert measure_space.measure_line(line) == 0
+    folders = {(gpu, folder) for gpu, folder, *_ in asked}
+    assert len(asked) == 8 and len(folders) == len({x for _, x in folders}) <= 2
+    assert {rest for *_, rest in asked} == {"false"} and all(x for _, _, x, _ in asked)
