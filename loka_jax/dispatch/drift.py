@@ -52,7 +52,8 @@ from loka_jax.fp8 import Fp8Array
 from loka_jax.ops.device import local_device
 from loka_jax.ops.group_sites import unit_of_fp8
 from loka_jax.ops.plan import resolve
-from loka_jax.probe.live_errors import Operands, blocks, quantized
+from loka_jax.probe.live_errors import quantized
+from loka_jax.probe.operands import Operands, blocks
 from loka_jax.recipe import OPERANDS, ROLE_OPERANDS, ROLES, Recipe, Role
 from loka_jax.site import Choice, SiteSpec
 

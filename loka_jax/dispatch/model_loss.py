@@ -300,7 +300,9 @@ def _largest(errors: LiveErrors) -> LiveErrors:
     place = np.argmax(means, axis=0)[None, ..., None]
     largest = np.take_along_axis(sums, place, axis=0)[0]
     amaxes = np.max(np.reshape(errors.amaxes, (-1, 3)), axis=0)
-    return LiveErrors(np.max(errors.steps), jnp.asarray(largest), jnp.asarray(amaxes))
+    steps, monitors = np.max(errors.steps), errors.monitors
+    monitors = np.max(np.reshape(monitors, (-1, *monitors.shape[-2:])), axis=0)
+    return LiveErrors(steps, *map(jnp.asarray, (largest, amaxes, monitors)))
 
 
 def _at_step(shapes: Any, step: Float[Array, ""]) -> Any:

@@ -28,7 +28,7 @@ from loka_jax.ops.device import local_device
 from loka_jax.ops.plan import resolve
 from loka_jax.ops.products import Products
 from loka_jax.ops.run_site import SiteArrays, run_site
-from loka_jax.probe.live_errors import Operands, blocks
+from loka_jax.probe.operands import Operands, blocks
 from loka_jax.quality import MEASURES, Measure
 from loka_jax.recipe import ROLE_OPERANDS, ROLES, Recipe, Role, get_recipe
 from loka_jax.scaling import DelayedScaling

@@ -11,6 +11,7 @@ from flax import linen
 from jaxtyping import Array, Float
 
 from loka_jax.nn.dense import Dense, Fp8DotGeneral
+from loka_jax.nn.observed import attention_seen
 from loka_jax.recipe import Recipe
 
 
@@ -47,9 +48,11 @@ class SelfAttention(linen.Module):
         q, k, v = (qkv[:, :, i] for i in range(3))  # [B, n, h, d / h]
         dims = (((3,), (3,)), ((0, 2), (0, 2)))
         scores = self._product("scores", q, k, dims).astype(jnp.float32)
-        shares = jax.nn.softmax(scores / math.sqrt(size)).astype(x.dtype)
+        scores = scores / math.sqrt(size)
+        shares = jax.nn.softmax(scores).astype(x.dtype)
         dims = (((3,), (1,)), ((0, 1), (0, 2)))
         seen = self._product("values", shares, v, dims)  # [B, h, n, d / h]
+        seen = attention_seen(self, seen, lambda: jnp.max(jnp.abs(scores)))
         return self._dense(d, "out")(seen.swapaxes(1, 2).reshape(batch, n, d))
 
     def _dense(self, features: int, name: str) -> Dense:

@@ -1,6 +1,6 @@
 """Products within each example as sites: announced, without a choice.
 
-They run in the operands' dtype, and Probe does not see them.
+They run in the operands' dtype. Probe sees none of their operands.
 """
 
 import dataclasses

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float
 from loka_jax.nn.context import current
 from loka_jax.ops.mesh_axes import varying_axes
 from loka_jax.ops.plan import KernelPlan
-from loka_jax.ops.tap import Observer, tap
-from loka_jax.probe import live_errors, site
+from loka_jax.ops.tap import Observer, tap, tell
+from loka_jax.probe import live_errors, monitors, site
 from loka_jax.probe.live_errors import LiveErrors
 from loka_jax.probe.site import ErrorsAlone, ProbeConfig, Sample, SiteStats
 from loka_jax.recipe import OPERANDS, Recipe
@@ -47,6 +47,29 @@ def site_tap(
     # A pytree, so that a site can take its arrays as arguments.
     observe = functools.partial(_observed, observer, axis_names)
     return jax.tree_util.Partial(observe, scales, stats)
+
+
+def attention_seen(
+    module: Any,
+    out: Float[Array, "..."],
+    largest_logit: Callable[[], Float[Array, ""]],
+) -> Float[Array, "..."]:
+    """Returns what an attention returns, of which Probe sees the size and a logit.
+
+    To be called inside a compact Flax module, whose path they are kept by.
+
+    Args:
+        largest_logit: the largest magnitude of a score, or a bound of it; called where
+            Probe observes.
+    """
+    observer = current().observer
+    if not isinstance(observer, ProbeConfig | ErrorsAlone):
+        return out
+    empty = functools.partial(live_errors.empty_errors, len(observer.recipes))
+    stats = module.variable(PROBE, "stats", empty).value
+    told = jax.lax.stop_gradient((out, largest_logit()))
+    seen = monitors.of_attention(*told, varying_axes(out))
+    return tell(out, empty()._replace(steps=jnp.ones(()), monitors=seen), stats)
 
 
 def _scales(

@@ -1,12 +1,18 @@
 """Softmax attention over jagged rows in Flax modules."""
 
+import functools
+from collections.abc import Callable
+
 import jax.numpy as jnp
+from flax import linen
 from jaxtyping import Array, Float, Int32
 
 from loka_jax import jagged
 from loka_jax.jagged import Rule, Visibility
 from loka_jax.nn.batched import BatchedSite
+from loka_jax.nn.observed import attention_seen
 from loka_jax.ops import softmax_attention as ops
+from loka_jax.probe.monitors import bound_of_logits
 from loka_jax.recipe import Recipe
 from loka_jax.site import SiteSpec
 
@@ -53,12 +59,24 @@ def attend(
         length: the mean number of keys of a sequence, for the sizes of the sites.
     """
     (count, heads, size), value_size = q.shape, v.shape[2]
-    for name, m_k_n in (
-        ("scores", (count, size, length)),
-        ("values", (count, length, value_size)),
-    ):
-        BatchedSite(recipe, name=name).announce(heads, SiteSpec(*m_k_n))
-    return ops.softmax_attention(q, k, v, visible, scale=size**-0.5)
+    scores = _Scores(recipe, name="scores")
+    scores.announce(heads, SiteSpec(count, size, length))
+    values = BatchedSite(recipe, name="values")
+    values.announce(heads, SiteSpec(count, length, value_size))
+    scale = size**-0.5
+    out = ops.softmax_attention(q, k, v, visible, scale=scale)
+    return scores(out, functools.partial(bound_of_logits, q, k, scale))
+
+
+class _Scores(BatchedSite):
+    """The site of the scores, of which Probe sees a bound, and what is attended."""
+
+    @linen.compact
+    def __call__(
+        self, out: Float[Array, "Q h d"], bound: Callable[[], Float[Array, ""]]
+    ) -> Float[Array, "Q h d"]:
+        """Returns `out`."""
+        return attention_seen(self, out, bound)
 
 
 def rotated(

@@ -32,6 +32,7 @@ from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Rule, Visibility
 from loka_jax.mapped import by_kernel, equally_varying
 from loka_jax.ops.device import Device
 from loka_jax.ops.mesh_axes import varying_axes
+from loka_jax.probe import monitors
 from loka_jax.probe.live_errors import LiveErrors, errors_of_forward
 from loka_jax.recipe import Role
 from loka_jax.xla import jagged_attention as xla
@@ -165,7 +166,8 @@ def forward_errors(
 
     They are those of the first rows of the batch, and the same in so many recipes, as
     an attention has the casts of none. In place of the worst row they have the worst
-    sequence: a row that sees one key is lost where its score is next to zero.
+    sequence: a row that sees one key is lost where its score is next to zero. The
+    largest score among the monitors is a bound for all rows.
     """
 
     def result(dtype: Any, plan: AttentionPlan) -> Array:
@@ -176,11 +178,15 @@ def forward_errors(
         return out.reshape(len(out), -1).astype(jnp.float32)
 
     first, *_ = rows.arrays
+    names = varying_axes(first)
+    q, k, _ = (x.alone() for x in rows.parts())
     exact = result(jnp.float32, BY_XLA)
+    bound = monitors.bound_of_logits(q, k, how["scale"])
+    seen = monitors.of_attention(exact, bound, names)
     in_fp8 = result(first.dtype, BY_XLA._replace(why_not_fp8=None))
     examples = jagged.sequence_of(offsets, jnp.arange(len(exact), dtype=jnp.int32))
-    count, names = len(offsets) - 1, varying_axes(first)
-    return errors_of_forward(exact, in_fp8, examples, count, recipes, names)
+    count = len(offsets) - 1
+    return errors_of_forward(exact, in_fp8, examples, count, recipes, seen, names)
 
 
 def _check(offsets, rule: Rule, max_length: int) -> None:

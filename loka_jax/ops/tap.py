@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jaxtyping import Array, Float
 
-from loka_jax.probe.live_errors import Operands, operands_of
+from loka_jax.probe.operands import Operands, operands_of
 
 
 @runtime_checkable

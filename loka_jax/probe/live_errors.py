@@ -30,6 +30,9 @@ from jaxtyping import Array, Float, Int32
 
 from loka_jax import fp8, xla
 from loka_jax.fp8 import Fp8Array
+from loka_jax.probe import monitors
+from loka_jax.probe.monitors import Monitors
+from loka_jax.probe.operands import Operands, blocks, products_of_parts
 from loka_jax.quality import MEASURES
 from loka_jax.recipe import (
     OPERANDS,
@@ -43,11 +46,9 @@ from loka_jax.recipe import (
 
 # One of each family of casts; their roles can be combined.
 RECIPES = ("fp8_tensorwise", "fp8_tensorwise_delayed", "fp8_rowwise")
-_ROWS, _COLUMNS = 256, 64  # of a product that are computed
 _ANY_ROWS = 16  # a number of rows that FP8 allows
 _TAIL_SHARE = 8  # of the rows that are seen, one in so many is of the tail
 _PARTS = 8  # of the rows, whose products tell what more rows would add
-_SLICE = 512  # rows that a float32 product sums one after another
 _GOLDEN = 2654435769  # of 2^32: the golden ratio, whose multiples spread evenly
 
 
@@ -61,11 +62,13 @@ class LiveErrors(NamedTuple):
             the mean. Recipes are in the order of the `ProbeConfig` that observes.
         amaxes: of lhs, rhs and g in the newest of the steps where they are finite; of
             several uses of a site their sum.
+        monitors: what else the newest steps say of the site, see `probe.monitors`.
     """
 
     steps: Float[Array, ""]
     sums: Float[Array, "recipes 3 3 4"]
     amaxes: Float[Array, "3"]
+    monitors: Monitors
 
     @property
     def relative_l2(self) -> Float[Array, "recipes 3"]:
@@ -76,43 +79,11 @@ class LiveErrors(NamedTuple):
         return jnp.where(weight > 0, total / jnp.maximum(weight, 1e-9), jnp.nan)
 
 
-class Operands(NamedTuple):
-    """The operands of a site, or some of their rows, and how far all rows reach.
-
-    Attributes:
-        lhs, rhs, g: the operands, g the gradient of the product.
-        amaxes: of lhs, rhs and g, over all rows and devices.
-        scales: `scale_inv` of their delayed casts; 0 where their amaxes give it.
-    """
-
-    lhs: Float[Array, "m k"]
-    rhs: Float[Array, "k n"]
-    g: Float[Array, "m n"]
-    amaxes: Float[Array, "3"]
-    scales: Float[Array, "3"]
-
-
-def operands_of(
-    lhs: Float[Array, "m k"],
-    rhs: Float[Array, "k n"],
-    g: Float[Array, "m n"],
-    scales: Sequence[Float[Array, ""] | None] = (None,) * len(OPERANDS),
-    axis_names: tuple[str, ...] = (),
-) -> Operands:
-    """Returns operands of a step, whose rows are spread over some mesh axes.
-
-    `scales` are those that they are cast with; None, or 0, where the amax gives them.
-    """
-    arrays = jax.lax.stop_gradient((lhs, rhs, g))
-    amaxes = fp8.amax_over_devices(jnp.stack([*map(fp8.amax, arrays)]), axis_names)
-    stored = [jnp.zeros(()) if scale is None else scale for scale in scales]
-    return Operands(*arrays, amaxes, jnp.stack(stored))
-
-
 def empty_errors(recipes: int) -> LiveErrors:
     """Returns the errors of a number of recipes before the first step."""
     shape = (recipes, len(ROLES), len(MEASURES), 4)
-    return LiveErrors(jnp.zeros(()), jnp.zeros(shape, jnp.float32), jnp.zeros(3))
+    sums, amaxes = jnp.zeros(shape, jnp.float32), jnp.zeros(3)
+    return LiveErrors(jnp.zeros(()), sums, amaxes, monitors.empty_monitors())
 
 
 def merge(a: LiveErrors, b: LiveErrors, decay: float = 1.0) -> LiveErrors:
@@ -127,7 +98,8 @@ def merge(a: LiveErrors, b: LiveErrors, decay: float = 1.0) -> LiveErrors:
     # Infinite ones would be scales for good.
     is_amax = is_newer & jnp.isfinite(b.amaxes)
     amaxes = jnp.where(is_amax, b.amaxes, a.amaxes)
-    return LiveErrors(a.steps + b.steps, sums, amaxes)
+    newest = monitors.merge(a.monitors, b.monitors)
+    return LiveErrors(a.steps + b.steps, sums, amaxes, newest)
 
 
 def live_errors(
@@ -158,7 +130,8 @@ def live_errors(
         place = ROLES.index("drhs"), MEASURES.index("relative_l2")
         known = jnp.where(jnp.isfinite(told), told, values[:, *place])
         values = values.at[:, *place].set(known)
-    return _of_a_step(values, operands.amaxes)
+    seen = monitors.of_product(operands, shift, axis_names)
+    return _of_a_step(values, operands.amaxes, seen)
 
 
 def errors_of_forward(
@@ -167,6 +140,7 @@ def errors_of_forward(
     examples: Int32[Array, "r"],
     count: int,
     recipes: int,
+    seen: Monitors,
     axis_names: tuple[str, ...] = (),
 ) -> LiveErrors:
     """Returns the errors of one step of a forward result, alike in so many recipes.
@@ -175,22 +149,25 @@ def errors_of_forward(
 
     Args:
         examples: the example of each row, of so many.
+        seen: the monitors of the step.
         axis_names: mesh axes over which rows are spread.
     """
     errors = _errors(ref, out, "fwd", count, axis_names, examples)
     values = jnp.full((recipes, len(ROLES), len(MEASURES)), jnp.nan)
-    return _of_a_step(values.at[:, ROLES.index("fwd")].set(errors), jnp.zeros(3))
+    return _of_a_step(values.at[:, ROLES.index("fwd")].set(errors), jnp.zeros(3), seen)
 
 
 def _of_a_step(
-    values: Float[Array, "recipes roles measures"], amaxes: Float[Array, "3"]
+    values: Float[Array, "recipes roles measures"],
+    amaxes: Float[Array, "3"],
+    seen: Monitors,
 ) -> LiveErrors:
     """Returns the errors of one step, without those of products that are not finite."""
     is_known = jnp.all(jnp.isfinite(values), axis=2, keepdims=True)
     values = jnp.where(is_known, values, 0.0)
     weights = jnp.broadcast_to(is_known, values.shape).astype(jnp.float32)
     sums = jnp.stack([weights, weights, values, values**2], axis=-1)
-    return LiveErrors(jnp.ones(()), sums, amaxes)
+    return LiveErrors(jnp.ones(()), sums, amaxes, seen)
 
 
 def _role_errors(
@@ -217,7 +194,7 @@ def _role_errors(
         is_split = role == "drhs" and axis_names
         return jax.lax.psum(product, axis_names) if is_split else product
 
-    ref, rows = total(_products_of_parts(first, second, 1)[0]), []
+    ref, rows = total(products_of_parts(first, second, 1)[0]), []
     for recipe, gemm in zip(recipes, gemms, strict=True):
         if gemm is None:
             rows.append(nothing)
@@ -242,7 +219,7 @@ def _relative_l2_of_drhs(
     """
     rows = operands.lhs.shape[0] // _PARTS * _PARTS
     first, second = (x[:, :rows] for x in blocks(operands, "drhs", shift))
-    exact = _products_of_parts(first, second, _PARTS)
+    exact = products_of_parts(first, second, _PARTS)
     unit = fp8.amax(exact)  # so that squares do not underflow
     signal, errors = _expected_square(exact / unit, copies), []
     for recipe in recipes:
@@ -250,29 +227,9 @@ def _relative_l2_of_drhs(
         if recipe.gemm("drhs") is not None:
             views = quantized(operands, "drhs", recipe, first, second)
             one, two = (view.dequantize()[:, :rows] for view in views)
-            lost = (_products_of_parts(one, two, _PARTS) - exact) / unit
+            lost = (products_of_parts(one, two, _PARTS) - exact) / unit
         errors.append(jnp.sqrt(_expected_square(lost, copies) / signal))
     return jnp.stack(errors)
-
-
-def _products_of_parts(
-    first: Float[Array, "r m"], second: Float[Array, "c m"], parts: int
-) -> Float[Array, "p r c"]:
-    """Returns the float32 products of parts of the rows, each from all over them.
-
-    Slices of a part are multiplied side by side: a GPU has few tiles in so small a
-    product, and would sum its many rows one after another.
-    """
-    rows = first.shape[1]
-    slices = max(rows // (parts * _SLICE), 1)
-    missing = -rows % (slices * parts)
-    shape = slices, (rows + missing) // (slices * parts), parts
-    first, second = (
-        jnp.pad(x.astype(jnp.float32), ((0, 0), (0, missing))).reshape(len(x), *shape)
-        for x in (first, second)
-    )
-    highest = jax.lax.Precision.HIGHEST
-    return jnp.einsum("ismp,jsmp->spij", first, second, precision=highest).sum(axis=0)
 
 
 def _expected_square(parts: Float[Array, "p r c"], copies: int) -> Float[Array, ""]:
@@ -286,32 +243,6 @@ def _expected_square(parts: Float[Array, "p r c"], copies: int) -> Float[Array, 
     others = jnp.sum(jnp.sum(parts, axis=0) ** 2) - own
     pairs = count * (count - 1) / (_PARTS * (_PARTS - 1))
     return copies * own + pairs * jnp.maximum(others, 0.0)
-
-
-def blocks(
-    operands: Operands, role: Role, shift: Float[Array, ""] | None = None
-) -> tuple[Array, Array]:
-    """Returns the operands of a role, contracting their last dim.
-
-    With a share at which a step begins, only the rows that are multiplied.
-    """
-    lhs, rhs, g, *_ = operands
-    if role == "drhs":
-        return _some(lhs, _COLUMNS, shift, axis=1).T, _some(g, _COLUMNS, shift, 1).T
-    first, second = (g, rhs) if role == "dlhs" else (lhs, rhs.T)
-    return _some(first, _ROWS, shift, axis=0), second
-
-
-def _some(x: Array, limit: int, shift: Float[Array, ""] | None, axis: int) -> Array:
-    """Returns up to `limit` rows or columns, spread evenly, the first at a share.
-
-    Every one of them is returned at some share, whatever their number.
-    """
-    size = x.shape[axis]
-    if size <= limit or shift is None:
-        return x
-    places = jnp.floor((jnp.arange(limit, dtype=jnp.float32) + shift) * (size / limit))
-    return jnp.take(x, jnp.minimum(places.astype(jnp.int32), size - 1), axis=axis)
 
 
 def quantized(

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from loka_jax.probe import blocks
-from loka_jax.probe.live_errors import Operands, operands_of
 from loka_jax.probe.matrix_normal import MatrixNormal
 from loka_jax.probe.moments import Moments
+from loka_jax.probe.operands import Operands, operands_of
 from loka_jax.probe.row_norms import sample_scales
 from loka_jax.probe.site import SiteStats
 

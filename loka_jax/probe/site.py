@@ -19,9 +19,10 @@ from loka_jax.fp8 import E4M3
 from loka_jax.options import require
 from loka_jax.probe import elements, live_errors, matrix_normal, moments, row_norms
 from loka_jax.probe.elements import Elements
-from loka_jax.probe.live_errors import LiveErrors, Operands
+from loka_jax.probe.live_errors import LiveErrors
 from loka_jax.probe.matrix_normal import MatrixNormal
 from loka_jax.probe.moments import Moments
+from loka_jax.probe.operands import Operands
 from loka_jax.recipe import Recipe, get_recipe
 
 

@@ -21,7 +21,7 @@ from loka_jax.measure.intervals import Interval
 from loka_jax.measure.site_errors import PAIRS, site_errors
 from loka_jax.measure.site_times import site_times, speedup
 from loka_jax.options import require
-from loka_jax.probe.live_errors import Operands
+from loka_jax.probe.operands import Operands
 from loka_jax.probe.sampling import draw_learned, draw_normal
 from loka_jax.probe.site import Capture, Sample, SiteStats
 from loka_jax.recipe import RECIPES, Role, get_recipe

@@ -83,6 +83,18 @@ def quality(run: Run, state: TrainState, dataset: Dataset) -> dict[str, Any]:
     return logged(evaluate(run, state, dataset))
 
 
+def held_out(run: Run, step: int) -> Dataset:
+    """Returns the validation rows; of a stream in a step, the examples that come next.
+
+    `step` is of the epoch, and 0 at the end of the run.
+    """
+    loop = run.config.loop
+    if not run.config.data.stream or not step:
+        return run.splits.valid
+    every = loop.eval_every or run.steps_per_epoch
+    return run.splits.ahead(step, every, loop.batch_size)
+
+
 def evaluate_finally(
     run: Run,
     state: TrainState,

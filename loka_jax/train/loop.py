@@ -17,7 +17,7 @@ from loka_jax.train import metrics
 from loka_jax.train.ahead import make_ahead, make_first
 from loka_jax.train.build import Run
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
-from loka_jax.train.evaluation import Evaluated, evaluate, logged
+from loka_jax.train.evaluation import Evaluated, evaluate, held_out, logged
 from loka_jax.train.folder.record import AMAXES, PLAN, SCALES, RunRecord
 from loka_jax.train.logs import log_lines
 from loka_jax.train.logs.progress import TrainingProgress
@@ -28,8 +28,9 @@ from loka_jax.train.processes import watchdog
 from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import scales_initialized
-from loka_jax.train.watch import confirm, guard, host_state, replan
+from loka_jax.train.watch import alarm, confirm, guard, host_state, replan
 from loka_jax.train.watch.guard import Diverged
+from loka_jax.train.watch.heeded import heeded
 from loka_jax.train.watch.host_state import Moment, Progress
 from loka_jax.train.watch.looks import Looks
 
@@ -129,15 +130,6 @@ class Loop:
         if saved is None:
             return Moment(self.run, self.state, self.progress)
         return host_state.restored(self.best, saved, self.run)
-
-    def keep_start(self, state: TrainState):
-        """Makes the state before the first step the best one."""
-        start = Progress(position=Position(0, 0, self.run.config.seed))
-        meta = host_state.as_meta(self.run, start)
-        self.best.wait()
-        self.best.drop_after(-1)
-        self.best.save(0, state, meta)
-        self.best.wait()
 
     def step(self, pairs: Sequence[tuple[Position, Batch]]):
         """Trains on batches by one call, and moves `state` and `progress` on."""
@@ -292,13 +284,29 @@ class Loop:
         if scales := log_lines.scales(self.state):
             self.record.log({"step": step, **scales}, SCALES)
         self.progress = self._looks.read(self.progress)
-        if amaxes := log_lines.amaxes(self.state):
+        monitors = alarm.seen_by(self.run, self.state)
+        if amaxes := log_lines.amaxes(self.state) | log_lines.monitors(monitors):
             self.record.log({"step": step, **amaxes}, AMAXES)
         self.display.numbers(step, line)
         seen = metrics.init_like(self.state.metrics)
         self.state = dataclasses.replace(self.state, metrics=seen)
         self.clock.mark(self.progress)
         self._refuse_skipping()
+        change = heeded(self.run, self.progress, monitors, self.display.say)
+        if change is not None:
+            self._heed(change)
+
+    def _heed(self, change: replan.Change):
+        """Follows what new alarms ask for: lower rates, another plan, or nothing."""
+        self.progress = change.progress
+        self._set_rates()
+        if change.said and not self._ends():
+            self._change(change)
+
+    def _set_rates(self):
+        """Trains on at the rates of `progress`."""
+        lr_scale = jnp.asarray(self.progress.plateau.lr_scale, jnp.float32)
+        self.state = dataclasses.replace(self.state, lr_scale=lr_scale)
 
     def _judged(self) -> tuple[guard.Guard, Run, TrainState, int]:
         """Returns what the guard judges."""
@@ -357,8 +365,7 @@ class Loop:
                 with self.display.doing("saving"):
                     meta = host_state.as_meta(self.run, self.progress)
                     self.best.save(self.progress.step, self.state, meta)
-        lr_scale = jnp.asarray(after.lr_scale, jnp.float32)
-        self.state = dataclasses.replace(self.state, lr_scale=lr_scale)
+        self._set_rates()
         if confirm.is_due(self.run, self.progress) and not self._ends():
             self._confirm(evaluated)
         self.clock.restart()
@@ -376,13 +383,7 @@ class Loop:
         self.progress = change.progress
 
     def _held_out(self) -> Dataset:
-        """Returns what is evaluated: of a stream, the examples that come next."""
-        run, loop = self.run, self.run.config.loop
-        every = loop.eval_every or run.steps_per_epoch
-        step = 0 if self._ends() else self.progress.position.step
-        if not run.config.data.stream or not step:
-            return run.splits.valid
-        return run.splits.ahead(step, every, loop.batch_size)
+        return held_out(self.run, 0 if self._ends() else self.progress.position.step)
 
     def _save(self):
         """Saves the state, unless it is not healthy: older checkpoints may be."""

@@ -43,6 +43,10 @@ class LoopConfig:
         on_divergence: "stop" ends the run when its loss diverges; "go_back" continues
             from the newest checkpoint with half the learning rates, without the
             examples up to the divergence, three times at most.
+        on_alarm: what an alarm of Probe's monitors does: "log" says it; "demote" also
+            runs its site in bfloat16 from then on; "slow" also halves the learning
+            rates, three times at most; "stop" ends the run, with the checkpoints from
+            before. Monitors are seen where Probe learns, see `ProbeOptions`.
     """
 
     batch_size: int = 8192
@@ -56,6 +60,7 @@ class LoopConfig:
     keep_checkpoints: int = 2
     max_skipped_steps: int = 20
     on_divergence: Literal["stop", "go_back"] = "stop"
+    on_alarm: Literal["log", "demote", "slow", "stop"] = "log"
 
     def __post_init__(self):  # noqa: D105
         for name, value in vars(self).items():

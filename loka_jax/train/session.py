@@ -55,7 +55,7 @@ from loka_jax.train.processes.signals import stop_on_signals
 from loka_jax.train.processes.watchdog import Watchdog
 from loka_jax.train.state import TrainState
 from loka_jax.train.summary import print_end, summarize
-from loka_jax.train.watch.host_state import Progress, restored
+from loka_jax.train.watch.host_state import Progress, keep_start, restored
 
 # Options in which a resumed run may differ from the stopped one.
 _MAY_CHANGE = (
@@ -67,6 +67,7 @@ _MAY_CHANGE = (
     "loop.keep_checkpoints",
     "loop.max_skipped_steps",
     "loop.on_divergence",
+    "loop.on_alarm",
     *("calibrate", "metrics"),
     *("mesh", "collectives", "optim.rows_c"),  # c follows the groups of the mesh
     # Where the data lie; what they hold is compared with the checkpoint's.
@@ -350,7 +351,7 @@ def _settle(loop: Loop, display: TrainingProgress):
         best = loop.best_state()
         if not best.progress.step or is_clearly_better(best.run, best.state):
             return
-        loop.keep_start(at_regression(run, run.init()))
+        keep_start(loop.best, run, at_regression(run, run.init()))
     display.say(
         f"Step {best.progress.step:,} is not clearly better than the regression at the "
         "start, by the validation rows: that is kept."

@@ -76,6 +76,7 @@ def summarize(loop: Loop, stop: StopRequest, record: RunRecord) -> dict[str, Any
         "changes": progress.changes,
         "returns": progress.returns,
         "warnings": progress.scale_watch.warnings,
+        "alarms": progress.alarms.warnings,
         "days": progress.days,
         "data": splits.report,
         **run.placement.numbers(),

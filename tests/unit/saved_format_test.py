@@ -128,9 +128,10 @@ def test_the_form_of_a_checkpoint_has_this_number():
     shapes = (f"{keystr(at)[1:]}{[*x.shape]}" for at, x in statistics)
     forms.append(" ".join(shapes).replace(", ", ","))
     assert (saved_format.RUN, *forms) == (
-        15,
+        16,
         "step position examples seconds plateau best changes returns drift "
-        "unsafe broken replanned confirmed guard scale_watch days",
+        "unsafe broken replanned confirmed guard scale_watch days "
+        "alarms",
         "step params fp8 batch_stats probe opt_state table row_state lr_scale skipped "
         "skipped_in_a_row bad_ids grad_norm metrics",
         "lhs.moments.count[] lhs.moments.mean[4] lhs.moments.scatter[1,4,4] "
@@ -138,5 +139,5 @@ def test_the_form_of_a_checkpoint_has_this_number():
         "rhs.normal.mean[4,10] rhs.normal.rows[1,4,4] rhs.normal.columns[1,10,10] "
         "rhs.elements.values[10] g.moments.count[] g.moments.mean[10] "
         "g.moments.scatter[1,10,10] g.norms[160] g.elements.values[10] errors.steps[] "
-        "errors.sums[3,3,3,4] errors.amaxes[3]",
+        "errors.sums[3,3,3,4] errors.amaxes[3] errors.monitors[200,11]",
     )

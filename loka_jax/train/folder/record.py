@@ -4,7 +4,8 @@
     plan.json       the choices for the sites, if there are any
     metrics.jsonl   one line per logged step or evaluation
     scales.jsonl    one line of delayed scales per logged step, by site and operand
-    amaxes.jsonl    one line of amaxes per logged step, likewise, where Probe observes
+    amaxes.jsonl    one line of amaxes per logged step, likewise, where Probe observes,
+                    and of its monitors, by site and monitor
     sites.json      what runs at each site, and why not FP8
     evaluation.json the final evaluation by predictions, and by values of columns
     scores.npy      logits, labels and weights of the examples behind it, by label if

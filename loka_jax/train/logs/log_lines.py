@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from loka_jax.train.build import Run
 from loka_jax.train.state import TrainState
 from loka_jax.train.step import named_sites
 from loka_jax.train.tasks import by_task, select
+from loka_jax.train.watch.alarm import Seen
 from loka_jax.train.watch.host_state import Progress
 
 _STATM = pathlib.Path("/proc/self/statm")
@@ -96,6 +98,15 @@ def amaxes(state: TrainState) -> dict[str, float]:
             if isinstance(stats, SiteStats)
         }
     )
+
+
+def monitors(seen: Mapping[str, Seen]) -> dict[str, float]:
+    """Returns the monitors of the step observed last, by site and monitor."""
+    return {
+        f"{path}/{name}": value
+        for path, site in seen.items()
+        for name, value in site.line().items()
+    }
 
 
 def _by_operand(tables: dict[str, Any]) -> dict[str, float]:

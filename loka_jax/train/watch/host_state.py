@@ -19,6 +19,7 @@ from loka_jax.train.checkpoints.manifest import Saved
 from loka_jax.train.checkpoints.row_layout import KEY, read_state
 from loka_jax.train.plan_files import saved_plan
 from loka_jax.train.state import TrainState
+from loka_jax.train.watch.alarm import Alarms
 from loka_jax.train.watch.guard import Diverged, Guard
 from loka_jax.train.watch.scale_watch import ScaleWatch
 
@@ -38,11 +39,12 @@ class Progress:
         drift: what looks at the operands of FP8 sites have shown, by path.
         unsafe: paths of the sites that live errors have demoted.
         broken: paths of the sites that stay in bfloat16: their kernels did not compile,
-            or the validation loss rose by FP8.
+            the validation loss rose by FP8, or they raised an alarm.
         replanned: the step of the newest change of the plan.
         confirmed: the step of the change that `watch.confirm` has judged; -1 for none.
         days: the quality on each day's training rows before it was trained on them, in
             a run that goes on from another one; see `train.next_day`.
+        alarms: those of Probe's monitors.
     """
 
     step: int = 0
@@ -61,6 +63,7 @@ class Progress:
     guard: Guard = Guard()
     scale_watch: ScaleWatch = ScaleWatch()
     days: tuple[dict[str, Any], ...] = ()
+    alarms: Alarms = Alarms()
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Progress":
@@ -96,6 +99,15 @@ def as_meta(run: Run, progress: Progress) -> dict[str, Any]:
         KEY: run.placement.layout.shards,
         **run.placement.choices(),
     }
+
+
+def keep_start(best: Checkpoints, run: Run, state: TrainState):
+    """Makes a run's state before its first step the best one."""
+    start = Progress(position=Position(0, 0, run.config.seed))
+    best.wait()
+    best.drop_after(-1)
+    best.save(0, state, as_meta(run, start))
+    best.wait()
 
 
 def restored(checkpoints: Checkpoints, saved: Saved, run: Run) -> Moment:

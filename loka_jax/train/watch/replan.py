@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -83,6 +83,17 @@ def after_failure(run: Run, progress: Progress, error: Exception) -> Change | No
     reason = f"its step did not compile ({one_line(error)})"
     progress = dataclasses.replace(progress, broken=(*progress.broken, *kernels))
     return _change(run, dict.fromkeys(kernels, Decision(BF16, reason)), progress)
+
+
+def after_alarms(run: Run, progress: Progress, paths: Sequence[str]) -> Change:
+    """Returns the plan with those of these sites in bfloat16 that are not; they stay.
+
+    A layer of a stack, `path[0]`, stands for its site.
+    """
+    reasons = {path.partition("[")[0]: "its monitors raised an alarm" for path in paths}
+    demoted = _leaving(run, reasons, "has raised an alarm")
+    progress = dataclasses.replace(progress, broken=(*progress.broken, *demoted))
+    return _change(run, demoted, progress)
 
 
 def agreed_review(
@@ -171,15 +182,23 @@ def _worth_it(
 
 def _drifted(run: Run, progress: Progress) -> dict[str, Decision]:
     """Returns the decisions on sites in FP8 that have drifted, or follow others."""
-    sites, in_fp8 = progress.drift, {site.path for site in run.sites if site.is_fp8}
-    drifted = [path for path in sites if sites[path].has_drifted and path in in_fp8]
-    reasons = {path: sites[path].why for path in drifted}
+    reasons = {path: x.why for path, x in progress.drift.items() if x.has_drifted}
+    return _leaving(run, reasons, "has drifted")
+
+
+def _leaving(run: Run, reasons: Mapping[str, str], what: str) -> dict[str, Decision]:
+    """Returns the decisions on those of these sites that are in FP8, and followers.
+
+    `what` is a clause on a site that others follow.
+    """
+    in_fp8 = {site.path for site in run.sites if site.is_fp8}
+    left = {path: why for path, why in reasons.items() if path in in_fp8}
     for network in _cross_networks(run):
-        if leaders := [path for path in network if path in drifted]:
-            why = f"{leaders[0]} has drifted, and its cross network is one operation"
-            followers = in_fp8.intersection(network).difference(drifted)
-            reasons |= {path: why for path in network if path in followers}
-    return {path: Decision(BF16, why) for path, why in reasons.items()}
+        if leaders := [path for path in network if path in left]:
+            why = f"{leaders[0]} {what}, and its cross network is one operation"
+            followers = in_fp8.intersection(network).difference(left)
+            left |= {path: why for path in network if path in followers}
+    return {path: Decision(BF16, why) for path, why in left.items()}
 
 
 def _cross_networks(run: Run) -> list[list[str]]:

@@ -121,7 +121,8 @@ def _steps(values, decay=1.0):
     sums[1, ..., 0], sums[1, ..., 1] = weights.sum(), (weights**2).sum()
     sums[1, ..., 2] = np.sum(weights * values) * SIZES
     sums[1, ..., 3] = np.sum(weights * values**2) * SIZES**2
-    return LiveErrors(np.float32(len(values)), sums, np.zeros(3, np.float32))
+    steps, amaxes = np.float32(len(values)), np.zeros(3, np.float32)
+    return LiveErrors(steps, sums, amaxes, np.zeros((1, 1)))
 
 
 def _errors_live(value, recipe="fp8_rowwise", low=0.9, high=1.2):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loka_jax.measure import site_errors
-from loka_jax.probe.live_errors import operands_of
+from loka_jax.probe.operands import operands_of
 from loka_jax.recipe import RECIPES, ROLES
 from tests import support
 from tests.support import oracle, products

@@ -9,7 +9,8 @@ import pytest
 
 from loka_jax.fp8 import fp8_max
 from loka_jax.probe import live_errors, site
-from loka_jax.probe.live_errors import empty_errors, operands_of
+from loka_jax.probe.live_errors import empty_errors
+from loka_jax.probe.operands import operands_of
 from loka_jax.probe.site import Capture, ProbeConfig, some_rows
 from loka_jax.recipe import get_recipe
 from tests.support import E4M3

@@ -124,6 +124,7 @@ def test_a_site_of_layers_in_a_scan_is_judged_by_the_worst_of_them():
     sums[..., 0], sums[..., 1] = 4.0, 4.0
     sums[..., 2] = np.arange(3).reshape(3, 1, 1, 1)
     amaxes = np.float32([[1, 5, 2], [3, 4, 0], [2, 1, 1]])
-    largest = model_loss._largest(LiveErrors(np.full(3, 4.0), sums, amaxes))
+    monitors = np.arange(18.0).reshape(3, 3, 2)
+    largest = model_loss._largest(LiveErrors(np.full(3, 4.0), sums, amaxes, monitors))
     assert largest.amaxes.tolist() == [3, 5, 2]
     assert largest.sums.shape == (1, 3, 3, 4) and np.all(largest.sums[..., 2] == 2)

@@ -11,7 +11,7 @@ import pytest
 
 from loka_jax import scaling
 from loka_jax.dispatch.drift import LOOKS, SiteDrift, health
-from loka_jax.probe.live_errors import operands_of
+from loka_jax.probe.operands import operands_of
 from loka_jax.probe.site import Capture
 from loka_jax.recipe import get_recipe
 

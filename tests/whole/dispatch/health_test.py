@@ -9,7 +9,7 @@ import numpy as np
 from loka_jax.dispatch import drift
 from loka_jax.dispatch.drift import RULES
 from loka_jax.dispatch.policy import Limits
-from loka_jax.probe.live_errors import operands_of
+from loka_jax.probe.operands import operands_of
 from loka_jax.recipe import OPERANDS, get_recipe
 from tests.support.nn import factor_of
 

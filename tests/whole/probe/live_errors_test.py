@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from loka_jax.probe import live_errors
-from loka_jax.probe.live_errors import LiveErrors, operands_of, quantized
+from loka_jax.probe.live_errors import quantized
+from loka_jax.probe.operands import operands_of
 from loka_jax.recipe import ROLES, get_recipe
 from tests import support
 
@@ -171,7 +172,8 @@ def test_merged_sums_are_those_of_the_steps(decay):
     sums = np.random.default_rng(0).uniform(0.01, 0.1, (6, 2, 3, 3, 4))
     amaxes = np.arange(18.0, dtype=np.float32).reshape(6, 3)
     each = zip(sums, amaxes, strict=True)
-    steps = [LiveErrors(jnp.ones(()), np.float32(x), newest) for x, newest in each]
+    empty = live_errors.empty_errors(2)._replace(steps=jnp.ones(()))
+    steps = [empty._replace(sums=np.float32(x), amaxes=newest) for x, newest in each]
     pairs = [_merge(a, b) for a, b in zip(steps[::2], steps[1::2], strict=True)]
     merged = functools.reduce(functools.partial(_merge, decay=decay), pairs)
     assert merged.steps == 6

@@ -187,11 +187,12 @@ def run(tmp_path_factory):
 
 def seen(steps=9.0, **errors):
     """Returns statistics of Probe with these mean errors of all products, by path."""
-    probe, shape = {}, live_errors.empty_errors(1).sums.shape
+    probe, empty = {}, live_errors.empty_errors(1)
     for path, value in errors.items():
         sums = np.array([steps, steps, steps * value, steps * value**2])
         amaxes = np.float32([1.0, 2.0, 3.0])
-        errors = live_errors.LiveErrors(steps, np.broadcast_to(sums, shape), amaxes)
+        sums = np.broadcast_to(sums, empty.sums.shape)
+        errors = empty._replace(steps=steps, sums=sums, amaxes=amaxes)
         stats = SiteStats(None, None, None, errors)
         group, name = path.split("/")
         probe.setdefault(group, {})[name] = {"stats": stats}
