@@ -182,7 +182,8 @@ class _Record(RunRecord):
         self.write = mock.Mock()
 
     def log(self, line, name="metrics.jsonl"):
-        self.events.append(f"log {line['kind']} {line['step']}")
+        kind = line.get("kind", name)
+        self.events.append(f"log {kind} {line['step']}")
         self.lines.append(line)
 
     def truncate(self, step):

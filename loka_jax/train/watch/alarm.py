@@ -205,10 +205,10 @@ def _beyond_of(
 
 def _each(path: str, errors: LiveErrors) -> Iterator[tuple[str, Any]]:
     """Yields the errors of a site, of which `vmap` makes several, and their names."""
-    dims = np.ndim(errors.steps)
+    dims, count = np.ndim(errors.steps), np.size(errors.steps)
     if not dims:
         yield path, errors
         return
-    flat = jax.tree.map(lambda x: np.reshape(x, (-1, *np.shape(x)[dims:])), errors)
-    for i in range(np.size(errors.steps)):
+    flat = jax.tree.map(lambda x: np.reshape(x, (count, *np.shape(x)[dims:])), errors)
+    for i in range(count):
         yield f"{path}[{i}]", jax.tree.map(operator.itemgetter(i), flat)

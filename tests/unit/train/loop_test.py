@@ -16,7 +16,7 @@ from loka_jax.site import BF16
 from loka_jax.train import loop as loop_lib
 from loka_jax.train.config import ProbeOptions
 from loka_jax.train.logs import timing
-from loka_jax.train.watch import guard, host_state, replan
+from loka_jax.train.watch import alarm, guard, heeded, host_state, replan
 from loka_jax.train.watch.guard import Diverged, TrainingFailed
 from loka_jax.train.watch.host_state import Moment, Progress
 from tests.support import loop as support
@@ -71,7 +71,7 @@ def watched(monkeypatch):
 
 
 def of_training(made):
-    return [line for line in made.record.lines if line["kind"] == "train"]
+    return [line for line in made.record.lines if line.get("kind") == "train"]
 
 
 def test_a_step_is_logged_then_evaluated_then_saved():
@@ -454,3 +454,70 @@ def test_scales_are_logged_and_the_watchdog_hears_of_each_step(monkeypatch):
     assert watchdog.alive.call_count == 4
     compiles = [call.args for call in watchdog.resting.call_args_list]
     assert compiles == [(True,), (False,), (False,), (False,)]
+
+
+@pytest.fixture
+def alarmed(monkeypatch):
+    """Makes a loop with checkpoints of all steps and a new alarm at step 4, and 8."""
+
+    def seen_by(run, state):
+        step = int(state.step)
+        return {f"site_{step}": f"grown {step}"} if step in (4, 8) else {}
+
+    monkeypatch.setattr(loop_lib.alarm, "seen_by", seen_by)
+    monkeypatch.setattr(alarm, "beyond", lambda site: {"growth": f"it has {site}"})
+    monitors = lambda seen: {f"{x}/growth": 0.1 for x in seen}  # noqa: E731
+    monkeypatch.setattr(loop_lib.log_lines, "monitors", monitors)
+    return lambda **loop: make_loop(steps=9, save_every=1, keep_checkpoints=9, **loop)
+
+
+SAID = ["step 4: site_4: it has grown 4.", "step 8: site_8: it has grown 8."]
+
+
+def test_alarms_are_recorded_and_said_once_and_the_run_goes_on(alarmed):
+    made = alarmed().train()
+    progress = made.loop.progress
+    assert made.said() == [*progress.alarms.warnings] == SAID
+    assert made.loop.progress.step == 9 and float(made.loop.state.lr_scale) == 1
+    lines = [line for line in made.record.lines if "kind" not in line]
+    expected = [{"step": step, f"site_{step}/growth": 0.1} for step in (4, 8)]
+    assert lines == expected and made.steps("log amaxes.jsonl") == [4, 8]
+    # It is among the alarms of the checkpoint of its step.
+    saved = [made.newest.saved[i][1]["progress"]["alarms"] for i in (3, 4)]
+    assert [len(x["warnings"]) for x in saved] == [0, 1]
+
+
+def test_an_alarm_halves_the_rates_three_times_at_most(alarmed, monkeypatch):
+    made = alarmed(on_alarm="slow").train()
+    halved = [f"step {step}: learning rates are halved." for step in (4, 8)]
+    assert made.said() == [SAID[0], halved[0], SAID[1], halved[1]]
+    rates = [float(made.newest.saved[i][0].lr_scale) for i in (3, 4, 8)]
+    assert rates == [1, 0.5, 0.25]
+    monkeypatch.setattr(heeded, "_MAX_LOWERED", 1)
+    made = alarmed(on_alarm="slow").train()
+    assert made.said() == [SAID[0], halved[0], SAID[1]]
+    assert float(made.loop.state.lr_scale) == made.loop.progress.plateau.lr_scale == 0.5
+
+
+def test_an_alarm_stops_the_run_with_the_checkpoints_from_before(alarmed):
+    made = alarmed(on_alarm="stop", on_divergence="go_back")
+    with pytest.raises(TrainingFailed, match=f"--loop.on-alarm stop.: {SAID[0]}$"):
+        made.train()
+    assert [*made.newest.saved] == [1, 2, 3]
+
+
+def test_an_alarm_demotes_its_sites(alarmed, monkeypatch):
+    asked = []
+
+    def after_alarms(run, progress, paths):
+        asked.append(paths)
+        return replan.Change(PLAN, ("site: left FP8",), progress)
+
+    monkeypatch.setattr(replan, "after_alarms", after_alarms)
+    replanned = lambda run, state, plan: (run.replanned(plan), state)  # noqa: E731
+    monkeypatch.setattr(replan, "replanned", replanned)
+    made = alarmed(on_alarm="demote").train()
+    progress = made.loop.progress
+    assert asked == [["site_4"], ["site_8"]] and made.loop.run.plan == PLAN
+    assert (progress.replanned, progress.changes) == (8, ("site: left FP8",) * 2)
+    assert made.said() == [SAID[0], progress.changes[0], SAID[1], progress.changes[0]]

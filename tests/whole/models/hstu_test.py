@@ -24,6 +24,7 @@ from loka_jax.nn import (
 from loka_jax.nn import group as group_lib
 from loka_jax.nn.jagged_attention import JaggedAttention
 from loka_jax.ops.device import HOPPER, Device
+from loka_jax.probe import monitors
 from loka_jax.probe.live_errors import LiveErrors
 from loka_jax.probe.site import ErrorsAlone
 from loka_jax.quality import MEASURES
@@ -272,6 +273,10 @@ def test_probe_measures_the_error_of_its_forward_pass(observer):
     assert 0.02 < relative < 0.08
     (errors,) = by_path(stats).values()
     assert isinstance(errors, LiveErrors) and errors.steps == 1
+    told = monitors.read(np.asarray(errors.monitors))
+    np.testing.assert_allclose(told["out_rms"], np.sqrt(np.mean(exact**2)), rtol=1e-5)
+    logits = np.max(np.abs(np.einsum("ihd,jhd->hij", *map(np.float64, (q, k))))) / 4
+    assert logits <= told["largest_logit"] < 4 * logits
     seen = len(observer.recipes), 3
     assert errors.relative_l2.shape == seen
     np.testing.assert_allclose(errors.relative_l2[:, 0], relative, rtol=1e-4)

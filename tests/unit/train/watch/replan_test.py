@@ -106,6 +106,20 @@ def test_a_cross_network_leaves_fp8_and_returns_as_a_whole(crossed):
     assert expected in said
 
 
+def test_sites_of_alarms_stay_in_bfloat16_with_their_cross_network(crossed):
+    before = progress_of(broken=("x",))
+    paths = ["cross/u_1", "top[3]", "unknown"]
+    plan, said, progress = replan.after_alarms(crossed, before, paths)
+    assert dict(plan.choices) == dict.fromkeys(CROSS, BF16)
+    why = "its monitors raised an alarm"
+    assert f"step 80: cross/u_1 runs in bfloat16 now: {why}." in said
+    assert any("cross/u_1 has raised an alarm, and its" in x for x in said)
+    assert progress.broken[0] == "x" and {*progress.broken[1:]} == {*CROSS}
+    # What is in bfloat16 already has nothing to leave.
+    demoted = crossed.replanned(plan)
+    assert replan.after_alarms(demoted, progress, paths) == (plan, (), progress)
+
+
 def test_a_new_plan_keeps_the_scales_that_there_are_and_begins_others():
     one, two = {"x": jnp.ones(3)}, {"x": 2 * jnp.ones(3)}
     state = dataclasses.replace(start_state(), fp8={"a": one, "gone": one})
