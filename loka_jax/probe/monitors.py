@@ -35,6 +35,8 @@ FIELDS = (
     *(f"{operand}_{name}" for operand in _OBSERVED for name in _OF_OPERAND),
     *("out_rms", "largest_logit"),
 )
+# A share may be zero, and a kurtosis is not where something was seen.
+_WITNESS = {f"{x}_{name}": f"{x}_kurtosis" for x in _OBSERVED for name in _OF_OPERAND}
 
 # The newest steps, the newest last; zeros before the first, and where nothing was seen.
 type Monitors = Float[Array, "steps fields"]
@@ -107,11 +109,12 @@ def read(monitors: np.ndarray) -> dict[str, float]:
 
     It is the slope of log `out_rms` over the steps: 0.01 is one percent a step.
     """
-    newest = dict(zip(FIELDS, np.asarray(monitors[-1], np.float64), strict=True))
+    newest = dict(zip(FIELDS, np.asarray(monitors[-1]).tolist(), strict=True))
+    del newest["uses"]
     told = {
-        name: float(value)
+        name: value
         for name, value in newest.items()
-        if newest.get(_witness(name), value) != 0 and name != "uses"
+        if newest.get(_WITNESS.get(name, name)) != 0
     }
     growth = growth_of(monitors[:, FIELDS.index("out_rms")])
     return told if growth is None else told | {"growth": growth}
@@ -122,16 +125,12 @@ def growth_of(sizes: np.ndarray) -> float | None:
 
     Sizes that are zero or not finite are left out; None if fewer than two remain.
     """
-    sizes = np.asarray(sizes, np.float64)
-    places = np.flatnonzero(np.isfinite(sizes) & (sizes > 0))
+    (places,) = np.nonzero((sizes > 0) & (sizes < np.inf))
     if len(places) < 2:
         return None
-    return float(np.polyfit(places, np.log(sizes[places]), 1)[0])
-
-
-def _witness(name: str) -> str:
-    """Returns the monitor that is not zero where something was seen: shares may be."""
-    return f"{name.split('_')[0]}_kurtosis"
+    distances = places - np.mean(places)
+    logs = np.log(np.asarray(sizes, np.float64)[places])
+    return float(distances @ logs / (distances @ distances))
 
 
 def _of_a_step(told: dict[str, Array]) -> Monitors:

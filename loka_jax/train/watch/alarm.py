@@ -10,22 +10,27 @@ are those of `probe.monitors`, and
 """
 
 import dataclasses
-import operator
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
-from loka_jax.dispatch.review import live_intervals
+from loka_jax.dispatch.review import LEAST_STEPS
 from loka_jax.nn import by_path
 from loka_jax.probe import monitors
 from loka_jax.probe.live_errors import LiveErrors
 from loka_jax.probe.monitors import FIELDS
 from loka_jax.probe.site import errors_of
-from loka_jax.recipe import Recipe, get_recipe
+from loka_jax.quality import MEASURES
+from loka_jax.recipe import ROLES, Recipe, get_recipe
 from loka_jax.train.build import Run
 from loka_jax.train.state import TrainState
+
+_FOR_MEDIAN = 16  # observed steps, or some more, spread evenly
 
 
 class Thresholds(NamedTuple):
@@ -71,7 +76,7 @@ THRESHOLDS = Thresholds()
 class Seen(NamedTuple):
     """What the observed steps say of a site; the ratio is None if it has no noise."""
 
-    history: np.ndarray  # [steps, fields]
+    history: np.ndarray  # [steps, fields], as `probe.monitors` has it
     gradient_to_noise: float | None = None
 
     def line(self) -> dict[str, float]:
@@ -117,48 +122,52 @@ class Alarms:
 
 
 def seen_by(run: Run, state: TrainState) -> dict[str, Seen]:
-    """Returns what Probe's monitors say of each site that was observed, by path."""
-    of_sites = {path: errors_of(x) for path, x in by_path(state.probe).items()}
-    choices = {site.path: site.plan.choice.recipe for site in run.sites}
-    recipes, seen = run.config.probe.recipes, {}
-    for path, errors in jax.device_get(of_sites).items():
-        for name, own in _each(path, errors):
-            if own.monitors[-1, 0] > 0:  # observed
-                ratio = gradient_to_noise(own, recipes, choices.get(path))
-                seen[name] = Seen(own.monitors, ratio)
+    """Returns what Probe's monitors say of each site that was observed, by path.
+
+    A site that `vmap` made several of is one for each of them, `path[0]` and so on.
+    """
+    errors = {path: errors_of(x) for path, x in by_path(state.probe).items()}
+    if not errors:
+        return {}
+    recipes = {site.path: site.plan.choice.recipe for site in run.sites}
+    histories, noises = jax.device_get(_read([*errors.values()]))
+    names = [own for path, x in errors.items() for own in _each(path, x.steps.shape)]
+    seen = {}
+    for name, history, noise in zip(names, histories, noises, strict=True):
+        if history[-1, 0] > 0:  # observed
+            recipe = recipes.get(name.partition("[")[0])
+            ratio = gradient_to_noise(noise, run.config.probe.recipes, recipe)
+            seen[name] = Seen(history, ratio)
     return seen
 
 
 def gradient_to_noise(
-    errors: LiveErrors, recipes: tuple[str, ...], recipe: Recipe | None
+    noise: np.ndarray, names: Sequence[str], recipe: Recipe | None
 ) -> float | None:
     """Returns the ratio of a site that runs in a recipe; None if it is not known.
 
     Args:
-        recipes: those of the live errors.
+        noise: [recipes, 4], the sums of drhs's relative L2 in the recipes named.
     """
     gemm = None if recipe is None else recipe.drhs
-    for name, measures in live_intervals(errors, recipes)["drhs"].items():
-        if gemm is not None and get_recipe(name).drhs == gemm:
-            error = measures["relative_l2"].mean
-            return 1.0 / error if error > 0 else None
+    for name, (weight, squares, total, _) in zip(names, noise.tolist(), strict=True):
+        is_enough = weight**2 >= LEAST_STEPS * squares > 0  # their effective number
+        if gemm is not None and get_recipe(name).drhs == gemm and is_enough:
+            return weight / total if total > 0 else None
     return None
 
 
 def beyond(site: Seen, limits: Thresholds = THRESHOLDS) -> dict[str, str]:
     """Returns the monitors of a site that are beyond their thresholds, with clauses.
 
-    Steps whose numbers are not finite are left to what watches the loss.
+    What is not finite is left to what watches the loss.
     """
-    history = np.asarray(site.history, np.float64)
-    is_finite = np.all(np.isfinite(history), axis=1)
-    history = history[is_finite & (history[:, 0] > 0)]
+    history = site.history[site.history[:, 0] > 0]
     if len(history) < limits.least:
         return {}
-    numbers = {
-        name: _Numbers(float(np.min(x[-2:])), float(np.median(x)))
-        for name, x in zip(FIELDS, history.T, strict=True)
-    }
+    some = np.sort(history[:: max(len(history) // _FOR_MEDIAN, 1)], axis=0)
+    both = np.min(history[-2:], axis=0).tolist(), some[(len(some) - 1) // 2].tolist()
+    numbers = dict(zip(FIELDS, map(_Numbers, *both), strict=True))
     found = {}
     sizes, size = history[:, FIELDS.index("out_rms")], numbers["out_rms"]
     slope = monitors.growth_of(sizes[-limits.recent :]) or 0.0
@@ -203,12 +212,19 @@ def _beyond_of(
     return found
 
 
-def _each(path: str, errors: LiveErrors) -> Iterator[tuple[str, Any]]:
-    """Yields the errors of a site, of which `vmap` makes several, and their names."""
-    dims, count = np.ndim(errors.steps), np.size(errors.steps)
-    if not dims:
-        yield path, errors
-        return
-    flat = jax.tree.map(lambda x: np.reshape(x, (count, *np.shape(x)[dims:])), errors)
-    for i in range(count):
-        yield f"{path}[{i}]", jax.tree.map(operator.itemgetter(i), flat)
+def _each(path: str, shape: tuple[int, ...]) -> list[str]:
+    """Returns the names of a site, of which `vmap` makes several."""
+    return [f"{path}[{i}]" for i in range(math.prod(shape))] if shape else [path]
+
+
+@jax.jit
+def _read(errors: list[LiveErrors]) -> tuple[Array, Array]:
+    """Returns the monitors of all sites, and the sums of drhs's relative L2.
+
+    In one array each: the host would wait for every single one.
+    """
+    place = ROLES.index("drhs"), MEASURES.index("relative_l2")
+    histories = [x.monitors.reshape(-1, *x.monitors.shape[-2:]) for x in errors]
+    noises = [x.sums[..., *place, :] for x in errors]
+    noises = [x.reshape(-1, *x.shape[-2:]) for x in noises]
+    return jnp.concatenate(histories), jnp.concatenate(noises)

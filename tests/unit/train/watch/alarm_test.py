@@ -88,27 +88,31 @@ def test_a_gradient_within_its_noise_raises_an_alarm():
 )
 def test_the_gradient_over_its_noise_is_of_the_product_that_runs(recipe, expected):
     recipes = ("fp8_rowwise", "fp8_tensorwise")
-    sums = np.zeros((2, 3, 3, 4))
-    for place, error in enumerate((0.2, 0.25)):
-        sums[place, 2] = 9 * np.array([1, 1, error, error**2])
-    errors = live_errors.empty_errors(2)._replace(sums=sums)
+    noise = np.array([[9, 9, 9 * error, 9 * error**2] for error in (0.2, 0.25)])
     recipe = None if recipe is None else get_recipe(recipe)
-    found = alarm.gradient_to_noise(errors, recipes, recipe)
+    assert alarm.gradient_to_noise(noise / 4, recipes, recipe) is None  # of few steps
+    found = alarm.gradient_to_noise(noise, recipes, recipe)
     assert found == (None if expected is None else pytest.approx(expected))
 
 
 def test_sites_that_were_observed_are_seen_each_layer_of_a_stack_by_itself():
-    empty = live_errors.empty_errors(0)
-    one = empty._replace(monitors=history(), steps=np.float32(120))
+    recipe, empty = get_recipe("fp8_rowwise"), live_errors.empty_errors(1)
+    sums = np.zeros_like(empty.sums)
+    sums[0, 2, 0] = 9, 9, 4.5, 1  # drhs's relative L2
+    seen = dict(monitors=np.float32(history()), steps=np.float32(9), sums=sums)
+    one = empty._replace(**seen)
     stack = type(one)(*(np.stack([x, x]) for x in one))
     probe = {"top": {"stats": one}, "new": {"stats": empty}, "stack": {"stats": stack}}
-    config = SimpleNamespace(probe=SimpleNamespace(recipes=()))
-    run = SimpleNamespace(sites=(), config=config)
+    config = SimpleNamespace(probe=SimpleNamespace(recipes=("fp8_rowwise",)))
+    plan = SimpleNamespace(choice=SimpleNamespace(recipe=recipe))
+    sites = [SimpleNamespace(path="stack", plan=plan)]
+    run = SimpleNamespace(sites=sites, config=config)
     seen = alarm.seen_by(run, SimpleNamespace(probe=probe))
     assert {*seen} == {"top", "stack[0]", "stack[1]"}
-    line = Seen(seen["stack[1]"].history, 2.0).line()
-    expected = monitors.read(history()) | {"gradient_to_noise": 2.0}
-    assert line == expected and "growth" in line
+    expected = monitors.read(np.float32(history()))
+    assert seen["top"].line() == expected and "growth" in expected
+    assert seen["stack[1]"].line() == expected | {"gradient_to_noise": 2.0}
+    assert not alarm.seen_by(run, SimpleNamespace(probe={}))
 
 
 def test_each_monitor_of_a_site_raises_one_alarm():
