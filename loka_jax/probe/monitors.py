@@ -13,6 +13,7 @@
                  of an attention: the largest |score|, or a bound of it by the norms of
                  queries and keys, which takes no pass over scores
 
+They are of up to 1,024 rows of a batch, and of 256 of the product, others at each step.
 Statistics that forget slowly do not tell a change, so these are kept step by step, the
 newest `OBSERVATIONS`. The host reads them: `read`.
 """
@@ -24,10 +25,11 @@ from jaxtyping import Array, Float
 
 from loka_jax import fp8
 from loka_jax.fp8 import E4M3
-from loka_jax.probe.operands import Operands, blocks, products_of_parts
+from loka_jax.probe.operands import Operands, blocks, products_of_parts, some
 from loka_jax.recipe import OPERANDS
 
 OBSERVATIONS = 200
+_ROWS = 1024
 _OF_OPERAND = "kurtosis", "worst_kurtosis", "zeros", "saturated"
 _OBSERVED = "lhs", "g"  # the weight has no rows of examples
 FIELDS = (
@@ -63,7 +65,7 @@ def of_product(
     """Returns the monitors of one step of a product.
 
     Args:
-        shift: the share of a step at which the rows begin of which products are known.
+        shift: the share of the way to the next row at which the rows begin.
         axis_names: mesh axes over which rows are spread.
     """
     told: dict[str, Array] = {}
@@ -71,6 +73,7 @@ def of_product(
         return empty_monitors()
     for operand in _OBSERVED:
         x, place = getattr(operands, operand), OPERANDS.index(operand)
+        x = jax.lax.optimization_barrier(some(x, _ROWS, shift, axis=0))
         amax, stored = operands.amaxes[place], operands.scales[place]
         current = fp8.compute_scale_inv(amax, E4M3)
         scale_inv = jnp.where(stored > 0, stored, current)

@@ -56,12 +56,12 @@ def blocks(
     """
     lhs, rhs, g, *_ = operands
     if role == "drhs":
-        return _some(lhs, _COLUMNS, shift, axis=1).T, _some(g, _COLUMNS, shift, 1).T
+        return some(lhs, _COLUMNS, shift, axis=1).T, some(g, _COLUMNS, shift, 1).T
     first, second = (g, rhs) if role == "dlhs" else (lhs, rhs.T)
-    return _some(first, _ROWS, shift, axis=0), second
+    return some(first, _ROWS, shift, axis=0), second
 
 
-def _some(x: Array, limit: int, shift: Float[Array, ""] | None, axis: int) -> Array:
+def some(x: Array, limit: int, shift: Float[Array, ""] | None, axis: int) -> Array:
     """Returns up to `limit` rows or columns, spread evenly, the first at a share.
 
     Every one of them is returned at some share, whatever their number.

@@ -68,6 +68,16 @@ def test_monitors_of_a_product_are_those_of_all_rows_on_all_devices():
     assert "largest_logit" not in found and "growth" not in found  # of one step
 
 
+def test_of_many_rows_some_are_seen_others_at_each_step():
+    rows = normal(3072, 8)
+    rows[::3] = np.eye(8, dtype=np.float32)[0]
+    seen = jax.jit(monitors.of_product)
+    told = operands_of(rows, np.ones((8, 2), np.float32), rows)
+    first, later = (monitors.read(np.asarray(seen(told, x))) for x in (0.0, 0.5))
+    assert first["lhs_kurtosis"] == first["g_kurtosis"] == 8
+    close(later["lhs_kurtosis"], kurtosis(rows[1::3])[0])
+
+
 def test_what_is_not_finite_is_seen():
     lhs, rhs, g = operands()
     lhs[2, 1], g[5, 0] = np.nan, np.inf
