@@ -253,6 +253,13 @@ MISTAKES = [
         "unit/probe/site_test.py",
     ),
     Mistake(
+        "several uses of a site in a step add up in its monitors",
+        f"{_PROBE}/monitors.py",
+        "b[-1:] / jnp.maximum(uses, 1.0)",
+        "b[-1:]",
+        "unit/probe/monitors_test.py",
+    ),
+    Mistake(
         "events after a long kernel look like a pause",
         f"{_MEASURE}/timing.py",
         "end_ns = max(end_ns, event.start_ns + event.duration_ns)",

@@ -40,6 +40,20 @@ MISTAKES = [
         "unit/train/planning_test.py",
     ),
     Mistake(
+        "a single outlier raises an alarm",
+        f"{TRAIN}/watch/alarm.py",
+        "np.min(history[-2:], axis=0)",
+        "np.max(history[-2:], axis=0)",
+        "unit/train/watch/alarm_test.py",
+    ),
+    Mistake(
+        "the site of an alarm returns to FP8 at the next review",
+        f"{TRAIN}/watch/replan.py",
+        "broken=(*progress.broken, *demoted)",
+        "broken=progress.broken",
+        "unit/train/watch/replan_test.py",
+    ),
+    Mistake(
         "another process than the first follows a review of its own",
         f"{TRAIN}/watch/replan.py",
         "if jax.process_index() == 0 and (change := review(",
