@@ -56,8 +56,7 @@ class Loop:
     def __post_init__(self):
         """Starts or continues the run at `state` and `progress`."""
         self.clock = Clock(self.progress)
-        self._scales_initialized = False
-        self._has_begun = self._is_blind = False
+        self._scales_initialized = self._has_begun = self._is_blind = False
         self._is_new_plan = True
         self._batch: Batch | None = None
         self._looks = Looks(self.display.say)
@@ -292,8 +291,7 @@ class Loop:
         self.state = dataclasses.replace(self.state, metrics=seen)
         self.clock.mark(self.progress)
         self._refuse_skipping()
-        change = heeded(self.run, self.progress, monitors, self.display.say)
-        if change is not None:
+        if change := heeded(self.run, self.progress, monitors, self.display.say):
             self._heed(change)
 
     def _heed(self, change: replan.Change):
