@@ -336,8 +336,8 @@ def with_tokens(
         tokens: what tokens see of tokens.
     """
     queries, keys = len(rows.sees.first), len(rows.seen_by.first)
-    new_queries, new_keys = len(tokens.sees.first), len(tokens.seen_by.first)
-    nowhere = max(queries + new_queries, keys + new_keys)
+    new_keys = len(tokens.seen_by.first)
+    nowhere = 2**30  # after the blocks of all rows, those that are not full too
 
     def none(count: int) -> Spans:
         return Spans(jnp.full(count, nowhere, jnp.int32), jnp.zeros(count, jnp.int32))

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
@@ -10,72 +9,9 @@ import pytest
 
 from loka_jax import jagged, nn
 from loka_jax.ops.softmax_attention import softmax_attention
-from tests.support import attention, normal, sum_error
+from tests.support import attention, normal
 from tests.support.attention import CASES, Case, mask_of
-
-SCALE = 0.1
-
-
-def both_ways(function, q, k, v, gradient):
-    """Returns the output and the gradients of q, k and v."""
-
-    @jax.jit
-    def run(q, k, v, gradient):
-        out, pull = jax.vjp(function, q, k, v)
-        return out, *pull(gradient)
-
-    return run(q, k, v, gradient)
-
-
-def exact(mask, q, k, v, g):
-    """Returns out, dq, dk and dv, and how far each may be off.
-
-    The bounds hold for sums in float32, and roundings to the operands' dtype of the
-    results, of the shares and of the gradient of the scores.
-    """
-    unit = float(jnp.finfo(q.dtype).eps) / 2 if q.dtype != jnp.float32 else 0.0
-    q, k, v, g = (np.asarray(x, np.float64) for x in (q, k, v, g))
-    terms, of_score = 2 * (q.shape[2] + len(k)), 2 * (q.shape[2] + 8)
-    product = functools.partial(np.einsum, "ihd,jhd->hij")
-    scores = np.where(mask, SCALE * product(q, k), -np.inf)
-    largest = np.maximum(scores.max(-1, keepdims=True), -1e9)
-    shares = np.exp(scores - largest)
-    shares = shares / np.maximum(shares.sum(-1, keepdims=True), 1e-300)
-    # A share errs by the errors of its score, of all scores in the sum, and by sums.
-    of_scores = mask * sum_error(of_score, SCALE * product(abs(q), abs(k)) + 1)
-    relative = 2 * (of_scores + of_scores.max(-1, keepdims=True)) + sum_error(terms, 1)
-    of_shares = shares * (relative + unit)
-    out = np.einsum("hij,jhd->ihd", shares, v)
-    of_out = np.einsum("hij,jhd->ihd", of_shares, abs(v)) + unit * abs(out)
-    delta, of_delta = (g * out).sum(-1), (abs(g) * of_out).sum(-1)
-    inner = product(g, v) - delta.T[..., None]
-    slopes = SCALE * shares * inner
-    of_inner = sum_error(of_score, product(abs(g), abs(v))) + of_delta.T[..., None]
-    of_slopes = SCALE * (of_shares * abs(inner) + shares * of_inner) + unit * abs(
-        slopes
-    )
-    forms = "hij,jhd->ihd", "hij,ihd->jhd", "hij,ihd->jhd"
-    parts = (slopes, of_slopes, k), (slopes, of_slopes, q), (shares, of_shares, g)
-    results, bounds = [out], [of_out]
-    for form, (weights, off, rows) in zip(forms, parts, strict=True):
-        results.append(np.einsum(form, weights, rows))
-        magnitude = np.einsum(form, abs(weights), abs(rows))
-        bound = np.einsum(form, off, abs(rows)) + sum_error(terms, magnitude)
-        bounds.append(bound + unit * abs(results[-1]))
-    return results, bounds
-
-
-def assert_exact(found, mask, *operands):
-    """Asserts that out, dq, dk and dv are right within their bounds."""
-    names = "out", "dq", "dk", "dv"
-    for name, x, result, bound in zip(
-        names, found, *exact(mask, *operands), strict=True
-    ):
-        assert x.shape == result.shape, name
-        difference = abs(np.asarray(x, np.float64) - result)
-        assert np.max(difference - 1.01 * bound, initial=0) <= 1e-30, name
-        # The bound is not so wide that it holds for anything.
-        assert np.linalg.norm(bound) <= 0.2 * np.linalg.norm(result) + 1e-30, name
+from tests.support.softmax import SCALE, assert_exact, both_ways
 
 
 @pytest.mark.parametrize(
@@ -117,7 +53,8 @@ def test_scores_of_any_size_have_a_softmax():
     np.testing.assert_array_equal(out[:, 0], v[np.argmax(scores, 1), 0])
 
 
-def test_the_newest_rows_and_tokens_see_what_is_said():
+@pytest.mark.parametrize("most", [64, 128])  # of which blocks have no token
+def test_the_newest_rows_and_tokens_see_what_is_said(most):
     """Queries: the newest rows of each sequence, and tokens with a reach of their own.
 
     Tokens in groups see the rows of a sequence up to a place, and those before them in
@@ -126,20 +63,20 @@ def test_the_newest_rows_and_tokens_see_what_is_said():
     offsets = np.array([0, 150, 150, 190], np.int32)
     counts, num_rows, size = np.array([20, 3, 60]), 192, 3
     of, reach = np.array([0, 0, 0, 2, 2]), np.array([1, 70, 150, 150, 190])
-    mask, queries = np.zeros((64 + 15, num_rows + 15), bool), []
+    mask, queries = np.zeros((most + 15, num_rows + 15), bool), []
     for start, end, count in zip(offsets[:-1], offsets[1:], counts, strict=True):
         queries += [*range(max(start, end - count), end)]
     for i, row in enumerate(queries):
         mask[i, offsets[:-1][offsets[:-1] <= row][-1] : row + 1] = True
     for token in range(15):
         group = token // size
-        mask[64 + token, offsets[of[group]] : reach[group]] = True
-        mask[64 + token, num_rows + group * size : num_rows + token + 1] = True
+        mask[most + token, offsets[of[group]] : reach[group]] = True
+        mask[most + token, num_rows + group * size : num_rows + token + 1] = True
     q, g = normal(len(mask), 2, 8), normal(len(mask), 2, 4, seed=1)
     k, v = normal(mask.shape[1], 2, 8, seed=2), normal(mask.shape[1], 2, 4, seed=3)
 
     def function(q, k, v):
-        rows, kept = jagged.newest(jnp.asarray(offsets), jnp.asarray(counts), 64)
+        rows, kept = jagged.newest(jnp.asarray(offsets), jnp.asarray(counts), most)
         of_rows = jagged.kept_visibility(jnp.asarray(offsets), rows, kept, num_rows)
         token = np.arange(15)
         group = token // size
