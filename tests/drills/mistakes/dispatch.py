@@ -7,6 +7,27 @@ _MEASURE, _SURVEY = "loka_jax/measure", "loka_jax/survey"
 
 MISTAKES = [
     Mistake(
+        "a short run waits for checks of kernels that save less than they take",
+        f"{_DISPATCH}/first_use.py",
+        " + check_seconds(len(option[1]))",
+        "",
+        "unit/dispatch/at_start_test.py",
+    ),
+    Mistake(
+        "a run waits for kernels that serve until FP8 comes as if for all of it",
+        "loka_jax/train/planning.py",
+        "        steps = self._steps_of_first(performance)",
+        "        steps = self.steps",
+        "unit/train/planning_test.py",
+    ),
+    Mistake(
+        "kernels that a short run skips are not checked for later ones",
+        "loka_jax/train/planning.py",
+        "            if not is_awaited:",
+        "            if is_awaited:",
+        "unit/train/planning_test.py",
+    ),
+    Mistake(
         "a model that adopts FP8 begins with scales that no step has made",
         f"{_DISPATCH}/model_loss.py",
         "            scales = after(scales, rest, batch)",

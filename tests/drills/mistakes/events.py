@@ -145,7 +145,7 @@ MISTAKES = [
     Mistake(
         "keys of a history are not turned by their places",
         INTERFORMER,
-        "        k = nn.rotated(k, places)\n",
+        '        k = nn.rotated(self._bounded("k_norm", k), places)\n',
         "",
         "whole/models/interformer_test.py",
     ),

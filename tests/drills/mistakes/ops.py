@@ -4,6 +4,13 @@ from tests.drills.mistakes import Mistake
 
 MISTAKES = [
     Mistake(
+        "gradients of rows are added by atomics on a GPU",
+        "loka_jax/ops/sum_of_rows.py",
+        "default=in_order",
+        "default=one_by_one",
+        "unit/ops/sum_of_rows_test.py",
+    ),
+    Mistake(
         "a clip norm below 1 shrinks all gradients",
         "loka_jax/optim/clip.py",
         "jnp.where(norm < max_norm, 1.0, max_norm / norm)",
