@@ -43,13 +43,13 @@ class Hope:
         The first call checks it; others wait.
         """
         with self._lock:
-            if self._checked is None:
-                self._is_checking = True
-                try:
+            try:
+                if self._checked is None:
+                    self._is_checking = True
                     self._checked = self._check(self._turns)
-                finally:
-                    self._is_checking = False
-            return self._checked
+                return self._checked
+            finally:
+                self._is_checking = False
 
     @property
     def is_checked(self) -> bool:

@@ -97,3 +97,14 @@ def test_a_check_that_failed_is_tried_again_by_the_next_who_asks():
     with pytest.raises(RuntimeError, match="ended"):
         hope.checked()
     assert hope.checked() == "checked"
+
+
+def test_turns_cost_nothing_before_and_after_a_check():
+    timing = _Timing()
+    timing.begin.set(), timing.end.set()
+    hope = Hope(timing)
+    for _ in range(2):  # to begin once more changes nothing
+        hope.begin()
+        assert hope.checked() == "checked" and timing.calls == 1
+        with hope.turn() as is_beside:
+            assert not is_beside
