@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from loka_jax import nn
@@ -272,7 +271,7 @@ def _over(
             # All steps count alike, and so do those of each layer of a stack.
             before = errors.get(path)
             errors[path] = x if before is None else jax.tree.map(jnp.add, before, x)
-    return {path: _largest(x) for path, x in jax.device_get(errors).items()}
+    return jax.device_get(errors)
 
 
 def _after_all(
@@ -289,20 +288,6 @@ def _after_all(
         for batch in batches:
             scales = after(scales, rest, batch)
     return scales
-
-
-def _largest(errors: LiveErrors) -> LiveErrors:
-    """Returns the errors of a site: of those of a stack of layers the largest."""
-    sums = np.asarray(errors.sums)
-    sums = sums.reshape(-1, *sums.shape[-4:])
-    weight, total = sums[..., 0], sums[..., 2]
-    means = np.where(weight > 0, total / np.where(weight > 0, weight, 1.0), -1.0)
-    place = np.argmax(means, axis=0)[None, ..., None]
-    largest = np.take_along_axis(sums, place, axis=0)[0]
-    amaxes = np.max(np.reshape(errors.amaxes, (-1, 3)), axis=0)
-    steps, monitors = np.max(errors.steps), errors.monitors
-    monitors = np.max(np.reshape(monitors, (-1, *monitors.shape[-2:])), axis=0)
-    return LiveErrors(steps, *map(jnp.asarray, (largest, amaxes, monitors)))
 
 
 def _at_step(shapes: Any, step: Float[Array, ""]) -> Any:

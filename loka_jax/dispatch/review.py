@@ -151,8 +151,11 @@ type Ratios = dict[Role, dict[str, Interval]]
 
 
 def live_intervals(errors: LiveErrors, recipes: Sequence[str]) -> RoleErrors:
-    """Returns the live errors of a site, of products seen in enough steps."""
-    sums = np.asarray(errors.sums, np.float64)
+    """Returns the live errors of a site, of products seen in enough steps.
+
+    Of a stack of layers they are those of the layer whose mean is the largest.
+    """
+    sums = _of_largest(np.asarray(errors.sums, np.float64))
     intervals: RoleErrors = {role: {} for role in ROLES}
     for recipe, by_role in zip(recipes, sums, strict=True):
         for role, by_measure in zip(ROLES, by_role, strict=True):
@@ -223,6 +226,15 @@ def with_live(
         if own := own_errors(live[path], drawn[path], by_role):
             entries.setdefault(key, Entry()).errors[names[path]] = own
     return dataclasses.replace(table, sites=entries)
+
+
+def _of_largest(sums: np.ndarray) -> np.ndarray:
+    """Returns the sums [recipes, 3, measures, 4] of the largest mean in a stack."""
+    sums = sums.reshape(-1, *sums.shape[-4:])
+    weight, total = sums[..., 0], sums[..., 2]
+    means = np.where(weight > 0, total / np.where(weight > 0, weight, 1.0), -1.0)
+    place = np.argmax(means, axis=0)[None, ..., None]
+    return np.take_along_axis(sums, place, axis=0)[0]
 
 
 def _next_step(sums: np.ndarray) -> Interval:

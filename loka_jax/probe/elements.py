@@ -42,15 +42,16 @@ class Elements(NamedTuple):
         """The mean of all elements."""
         return self.values[1]
 
-    def read(self) -> dict[str, Float[Array, ""]]:
-        """Returns the statistics by name.
+    def read(self) -> dict[str, Float[Array, "*layers"]]:
+        """Returns the statistics by name, of a stack of layers those of each.
 
         mean, deviation, kurtosis (0 if the variance is), amax; last_amax, of the last
         batch or microbatch; underflow, saturation: the shares of elements that become
         zero only in FP8, and that are beyond what the scale allows; amax_ratio: the
         last batch's amax over the one that its scale was made for.
         """
-        count, mean, m2, _, m4, amax, last_amax, flushed, clipped, ratio = self.values
+        values = jnp.moveaxis(self.values, -1, 0)
+        count, mean, m2, _, m4, amax, last_amax, flushed, clipped, ratio = values
         safe, least = jnp.where(m2 > 0, m2, 1.0), jnp.maximum(count, 1)
         return {
             "mean": mean,

@@ -71,10 +71,13 @@ class LiveErrors(NamedTuple):
     monitors: Monitors
 
     @property
-    def relative_l2(self) -> Float[Array, "recipes 3"]:
-        """The mean relative L2 errors by role; NaN where none was finite."""
+    def relative_l2(self) -> Float[Array, "*layers recipes 3"]:
+        """The mean relative L2 errors by role; NaN where none was finite.
+
+        Of a stack of layers, whose statistics are stacked, those of each.
+        """
         weight, _, total, _ = jnp.moveaxis(
-            self.sums[:, :, MEASURES.index("relative_l2")], -1, 0
+            self.sums[..., MEASURES.index("relative_l2"), :], -1, 0
         )
         return jnp.where(weight > 0, total / jnp.maximum(weight, 1e-9), jnp.nan)
 

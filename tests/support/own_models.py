@@ -86,6 +86,26 @@ class Stacked(linen.Module):
         return linen.Dense(1)(x)
 
 
+class _Step(linen.Module):
+    """A block as `nn.scan` calls it."""
+
+    @linen.compact
+    def __call__(self, x, _):
+        return Block()(x), None
+
+
+class Scanned(linen.Module):
+    """Three blocks whose parameters are stacked."""
+
+    @linen.compact
+    def __call__(self, dense, embeddings):
+        x = jnp.concatenate([dense, embeddings.reshape(len(dense), -1)], axis=1)
+        x = linen.Dense(16)(x)
+        own = dict(variable_axes={"params": 0}, split_rngs={"params": True})
+        x, _ = linen.scan(_Step, length=3, **own)()(x, None)
+        return linen.Dense(1)(x)
+
+
 class NnxBlock(nnx.Module):
     """The same of NNX."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from loka_jax.nn import by_path
 from loka_jax.optim import OptimConfig
@@ -93,7 +94,9 @@ def amaxes(state: TrainState) -> dict[str, float]:
     """Returns the amaxes of the batch observed last, by site and operand."""
     return _by_operand(
         {
-            path: [getattr(stats, x).elements.read()["last_amax"] for x in OPERANDS]
+            path: jnp.stack(
+                [getattr(stats, x).elements.read()["last_amax"] for x in OPERANDS], -1
+            )
             for path, stats in by_path(state.probe).items()
             if isinstance(stats, SiteStats)
         }
@@ -110,10 +113,13 @@ def monitors(seen: Mapping[str, Seen]) -> dict[str, float]:
 
 
 def _by_operand(tables: dict[str, Any]) -> dict[str, float]:
-    """Returns the entries of tables with one per operand, by "site/operand"."""
+    """Returns the entries of tables with one per operand, by "site/operand".
+
+    Of a stack of layers, a table of such, they are the largest.
+    """
     tables = jax.device_get(tables)
     return {
-        f"{path}/{operand}": float(table[i])
+        f"{path}/{operand}": float(np.max(table[..., i]))
         for path, table in tables.items()
         for i, operand in enumerate(OPERANDS)
     }

@@ -8,7 +8,7 @@ scales      after a step: amaxes that were far off their scales (`scale_watch`)
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,10 @@ from jaxtyping import Array, Float
 
 from loka_jax.data import Batch
 from loka_jax.dispatch.drift import SiteDrift, health
-from loka_jax.dispatch.policy import Decision
+from loka_jax.dispatch.policy import Decision, Limits
 from loka_jax.measure.compiling import Ahead, untuned_here
 from loka_jax.nn import by_path
-from loka_jax.probe.site import Capture
+from loka_jax.probe.site import Capture, Sample
 from loka_jax.recipe import Recipe, Role
 from loka_jax.site import Choice
 from loka_jax.train.build import Run
@@ -155,22 +155,33 @@ def look_step(run: Run, sites: Mapping[str, Watched]) -> Ahead | None:
 
 def _look_step(run: Run, sites: Mapping[str, Watched]) -> Ahead:
     recipes = tuple(dict.fromkeys(site.recipe for site in sites.values()))
-    copies = parts_of(run)
+    copies, limits = parts_of(run), run.config.dispatch.limits
     observer = Capture(recipes=recipes, max_rows=MAX_ROWS, copies=copies)
     observe = observe_step(run, observer)
 
     def look(state: TrainState, batch: Batch) -> Look:
         samples = by_path(observe(dataclasses.replace(state, probe={}), batch))
         return {
-            path: health(
-                samples[path].operands,
-                samples[path].errors.relative_l2[recipes.index(site.recipe)],
-                site.recipe,
-                fp8_results=site.fp8_results,
-                limits=run.config.dispatch.limits,
-            )
+            path: _health(samples[path], site, recipes.index(site.recipe), limits)
             for path, site in sites.items()
         }
 
     # A look is rare and small: faster kernels would not make up for their search.
     return Ahead(jax.jit(look, compiler_options=untuned_here()))
+
+
+def _health(
+    sample: Sample, site: Watched, place: int, limits: Limits
+) -> Float[Array, "3 4"]:
+    """Returns the `health` of a site; the largest measures of a stack of layers.
+
+    Args:
+        place: of the site's recipe among those of which errors were measured.
+    """
+    how = dict(recipe=site.recipe, fp8_results=site.fp8_results, limits=limits)
+    of_layers: Any = functools.partial(health, **how)
+    for _ in range(sample.operands.amaxes.ndim - 1):
+        of_layers = jax.vmap(of_layers)
+    errors = sample.errors.relative_l2[..., place, :]
+    measures = of_layers(sample.operands, errors)
+    return jnp.nanmax(measures.reshape(-1, *measures.shape[-2:]), axis=0)

@@ -160,6 +160,13 @@ def test_too_few_steps_say_nothing(count):
     assert any(found.values()) == (count == 3)
 
 
+def test_of_a_stack_of_layers_the_errors_are_those_of_the_largest_mean():
+    layers = [_steps([x] * 5) for x in (0.02, 0.07, 0.05)]
+    stack = LiveErrors(*map(np.stack, zip(*layers, strict=True)))
+    found = review.live_intervals(stack, RECIPES)
+    assert found == review.live_intervals(layers[1], RECIPES)
+
+
 def test_drawn_errors_are_corrected_by_what_was_seen_of_others():
     factors = {"a": 2.0, "b": 2.2, "c": 1.8}
     drawn = {path: _errors_live(0.03) for path in factors}
