@@ -50,13 +50,13 @@ def empty_monitors() -> Monitors:
 
 
 def merge(a: Monitors, b: Monitors) -> Monitors:
-    """Returns the steps of `a` and the newest of `b`, if it has one.
+    """Returns the steps of `a` and the newest of `b`, if it has one that is finite.
 
     Of several uses of a site in that step it is the mean.
     """
     uses = b[-1, 0]
     after = jnp.concatenate([a[1:], b[-1:] / jnp.maximum(uses, 1.0)])
-    return jnp.where(uses > 0, after, a)
+    return jnp.where((uses > 0) & jnp.all(jnp.isfinite(b[-1])), after, a)
 
 
 def of_product(

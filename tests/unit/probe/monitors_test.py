@@ -97,6 +97,7 @@ def test_steps_are_kept_and_several_uses_of_a_site_are_their_mean():
     for value in rows:
         seen = merge(seen, of_a_step(value) + of_a_step(2 * value))
     seen = merge(seen, monitors.empty_monitors())  # nothing was observed
+    seen = merge(seen, of_a_step(np.nan))  # a step that changes nothing
     sizes = seen[:, FIELDS.index("out_rms")]
     assert len(sizes) == monitors.OBSERVATIONS and not np.any(sizes[:-4])
     close(sizes[-4:], 1.5 * rows)

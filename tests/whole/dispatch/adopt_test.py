@@ -10,9 +10,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 from loka_jax import nn
-from loka_jax.dispatch import model_loss
 from loka_jax.dispatch.adopt import adopt
-from loka_jax.probe.live_errors import LiveErrors
 from loka_jax.scaling import DelayedScaling
 from loka_jax.site import BF16
 from tests.support.adopting import DELAYED, Gpu, stood_in
@@ -119,12 +117,3 @@ def test_a_site_of_layers_in_a_scan_is_judged_by_the_worst_of_them():
     assert decision.choice.name == name, decision
     (tables,) = jax.tree.leaves(found.variables[nn.OVERWRITE_WITH_GRADIENT])
     assert len(tables) == 3 and np.all(DelayedScaling(tables).factors > 0)
-    # The error of a stack is the largest of its layers'.
-    sums = np.zeros((3, 1, 3, 3, 4), np.float32)
-    sums[..., 0], sums[..., 1] = 4.0, 4.0
-    sums[..., 2] = np.arange(3).reshape(3, 1, 1, 1)
-    amaxes = np.float32([[1, 5, 2], [3, 4, 0], [2, 1, 1]])
-    monitors = np.arange(18.0).reshape(3, 3, 2)
-    largest = model_loss._largest(LiveErrors(np.full(3, 4.0), sums, amaxes, monitors))
-    assert largest.amaxes.tolist() == [3, 5, 2]
-    assert largest.sums.shape == (1, 3, 3, 4) and np.all(largest.sums[..., 2] == 2)
