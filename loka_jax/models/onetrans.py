@@ -181,7 +181,7 @@ class OneTrans(EventModel):
         )
         of_samples = jax.lax.collapse(context, 1)
         shared: Array = nn.sum_of_rows((of_samples,), (histories.of,), context.dtype)
-        known = fields[events.targets], shared.reshape(-1, *context.shape[1:])
+        known = fields[events.targets], shared.reshape(len(shared), *context.shape[1:])
         tokens = self._tokens(known, self.num_tokens, self.token_mlp, train)
         tokens += features[events.targets][:, None]
         x = (self._items(fields, train) + features)[rows], tokens

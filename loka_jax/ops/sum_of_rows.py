@@ -48,13 +48,15 @@ def _backward(dtype: Any, saved: Any, dy: Float[Array, "N D"]) -> tuple[Tables, 
 
 def _sums(dy: Array, index: Array, num_rows: int) -> Array:
     """Returns the float32 sums of the gradients of each row of a table."""
+    zeros = jnp.zeros((num_rows, dy.shape[1]), jnp.float32)
+    if not dy.size:
+        return zeros
     index = jnp.minimum(index, num_rows - 1)
     if num_rows <= _FEW:
         one_hot = (index[:, None] == jnp.arange(num_rows)[None]).astype(dy.dtype)
         how: dict[str, Any] = dict(precision="highest")
         how |= dict(preferred_element_type=jnp.float32)
         return jnp.einsum("nr,nd->rd", one_hot, dy, **how)
-    zeros = jnp.zeros((num_rows, dy.shape[1]), jnp.float32)
 
     def one_by_one(index: Array, dy: Array) -> Array:
         return zeros.at[index].add(dy.astype(jnp.float32))

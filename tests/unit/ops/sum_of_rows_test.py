@@ -46,6 +46,15 @@ def test_a_row_is_added_and_its_gradients_are(monkeypatch, dtype, is_in_order):
         np.testing.assert_allclose(gradient, sums, atol=2e-4)  # of up to 200 terms
 
 
+@pytest.mark.parametrize(("count", "dim"), [(0, DIM), (COUNT, 0)])
+def test_of_nothing_there_is_nothing(count, dim):
+    tables, index = (jnp.ones((50, dim)),), (jnp.zeros(count, jnp.int32),)
+    y, pull = jax.vjp(lambda x: sum_of_rows(x, index, jnp.float32), tables)
+    ((gradient,),) = pull(y)
+    assert y.shape == (count, dim) and gradient.shape == (50, dim)
+    assert not np.any(gradient)
+
+
 def test_no_gradient_is_added_by_atomics_on_a_gpu():
     tables, indices, dy = _operands(jnp.bfloat16)
 
