@@ -32,7 +32,7 @@ def sum_of_rows(tables: Tables, indices: Indices, dtype: Any) -> Float[Array, "N
     """
     pairs = zip(tables, indices, strict=True)
     rows = (table[jnp.minimum(index, len(table) - 1)] for table, index in pairs)
-    return sum(rows, jnp.float32(0)).astype(dtype)
+    return sum((row.astype(jnp.float32) for row in rows), jnp.float32(0)).astype(dtype)
 
 
 def _forward(tables: Tables, indices: Indices, dtype: Any) -> tuple[Array, Any]:

@@ -55,6 +55,14 @@ def test_of_nothing_there_is_nothing(count, dim):
     assert not np.any(gradient)
 
 
+def test_rows_in_bfloat16_have_their_gradients_in_it():
+    table, index = jnp.ones((50, DIM), jnp.bfloat16), jnp.arange(50)
+    y, pull = jax.vjp(lambda x: sum_of_rows((x,), (index,), x.dtype), table)
+    (gradient,) = pull(3 * y)
+    assert y.dtype == gradient.dtype == jnp.bfloat16
+    assert np.all(y == 1) and np.all(gradient == 3)
+
+
 def test_no_gradient_is_added_by_atomics_on_a_gpu():
     tables, indices, dy = _operands(jnp.bfloat16)
 
