@@ -180,8 +180,8 @@ def _health(
     """
     how = dict(recipe=site.recipe, fp8_results=site.fp8_results, limits=limits)
     of_layers: Any = functools.partial(health, **how)
-    for _ in range(sample.operands.amaxes.ndim - 1):
-        of_layers = jax.vmap(of_layers)
     errors = sample.errors.relative_l2[..., place, :]
+    for _ in range(errors.ndim - 1):
+        of_layers = jax.vmap(of_layers)
     measures = of_layers(sample.operands, errors)
     return jnp.nanmax(measures.reshape(-1, *measures.shape[-2:]), axis=0)

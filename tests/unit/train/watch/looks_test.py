@@ -125,7 +125,8 @@ SITES = {
 def test_a_look_returns_the_measures_of_each_site_by_its_casts(monkeypatch):
     def observe(state, batch):
         assert state.probe == {}
-        seen = dict(errors=SimpleNamespace(relative_l2=(1.0, 2.0)), operands=batch)
+        relative_l2 = jnp.broadcast_to(jnp.float32([[1], [2]]), (2, 3))
+        seen = dict(errors=SimpleNamespace(relative_l2=relative_l2), operands=batch)
         return dict.fromkeys(SITES, SimpleNamespace(**seen))
 
     def health(operands, error, recipe, *, fp8_results, limits):
