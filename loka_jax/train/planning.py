@@ -157,11 +157,15 @@ class _ByTimes:
         return self._observed_if_it_gains(chosen, performance)
 
     def _steps_of_first(self, performance: PerformanceModel) -> int:
-        """Returns for about how many steps the run follows its first plan."""
+        """Returns for about how many steps the run follows its first plan.
+
+        Over several devices, of which FP8's kernels are checked before the first step,
+        all steps.
+        """
+        if self.config.probe.every is not None or not self.is_alone:
+            return self.steps
         plan = self._make(self.sites, performance, self.kept)
-        if self.config.probe.every is not None or any(
-            x.is_fp8 for _, x in plan.choices
-        ):
+        if _in_fp8(plan):
             return self.steps
         chosen = self._observed_if_it_gains(ChosenPlan(plan), performance)
         if chosen.observed is None or chosen.hope is None or not chosen.hope.is_awaited:

@@ -107,7 +107,16 @@ def test_a_run_that_is_asked_to_be_observed_knows_what_a_review_may_choose(tmp_p
     assert known is not None
 
 
-def test_a_run_on_several_devices_is_observed_at_once_where_fp8_pays(tmp_path):
+def test_a_run_on_several_devices_is_observed_at_once_where_fp8_pays(
+    tmp_path, monkeypatch
+):
+    waits_for, check = [], planning.check_plan
+
+    def check_plan(make, sites, performance, budget, *rest, **options):
+        waits_for.append(budget.steps)
+        return check(make, sites, performance, budget, *rest, **options)
+
+    monkeypatch.setattr(planning, "check_plan", check_plan)
     times = {"bf16_us": 1e6, "fp8_us": 5e5}
     path = support.write_table(tmp_path / "table.json", source="another", **times)
     run, config = build_lib.build(_config()), _config(plan=str(path))
@@ -116,6 +125,8 @@ def test_a_run_on_several_devices_is_observed_at_once_where_fp8_pays(tmp_path):
     for steps, begin in ((90, 0), (88, None)):
         chosen = planning.choose_plan(config, run.sites, steps, source=run.source)
         assert (chosen.observed and chosen.observed.begin) == begin
+    # FP8's kernels are checked once, before the first step, as those of the plan are.
+    assert waits_for == [90, 90, 88]
 
 
 def test_a_table_that_does_not_hold_is_refused(tmp_path):
