@@ -44,25 +44,28 @@ def test_a_table_decides(tmp_path):
     assert set(dict(run.plan.choices)) == set(planned) and run.reviewer is None
 
 
-# FP8 halves the time of two sites of four. A program of a step takes 3.6 s to compile,
-# and FP8 needs one, beside the one that observes. Both are compiled before the first
-# observed step, and the first review is 81 steps later.
+# FP8 halves the time of two sites of four. A program of a step takes 3.6 s to compile:
+# the one that observes, before the first observed step, and one of FP8 before the first
+# review, 81 steps later; so long, too, takes a check of kernels, 28 s and 1.2 s each.
 @pytest.mark.parametrize(
-    "source, every, steps, us, begin, pays",
+    "source, every, steps, us, kernels, begin, pays",
     [
-        ("another", None, 146, 1e6, 64, True),
-        ("another", None, 146, 4e4, 64, False),  # for later runs
-        ("another", None, 430, 1e4, 192, True),
-        ("another", None, 353, 1e4, 128, False),
-        ("another", None, 145, 1e6, None, False),  # a short run
-        ("another", 0, 146, 1e6, None, False),
-        (None, None, 146, 1e6, None, False),  # errors are known
+        ("another", None, 146, 1e6, 0, 64, True),
+        ("another", None, 146, 4e4, 0, 64, False),  # for later runs
+        ("another", None, 430, 1e4, 0, 128, True),
+        ("another", None, 2000, 1e4, 5, 768, True),
+        ("another", None, 2000, 1e3, 0, 832, True),
+        ("another", None, 900, 1e4, 5, 128, False),
+        ("another", None, 145, 1e6, 0, None, False),  # a short run
+        ("another", 0, 146, 1e6, 0, None, False),
+        (None, None, 146, 1e6, 0, None, False),  # errors are known
     ],
 )
 def test_a_run_is_observed_where_fp8_gains(
-    tmp_path, monkeypatch, source, every, steps, us, begin, pays
+    tmp_path, monkeypatch, source, every, steps, us, kernels, begin, pays
 ):
     waits_for, check = [], planning.check_plan
+    monkeypatch.setattr(planning, "to_check", lambda *_: [None] * kernels)
 
     def check_plan(make, sites, performance, budget, *rest, **options):
         waits_for.append(budget.steps)
@@ -82,8 +85,9 @@ def test_a_run_is_observed_where_fp8_gains(
     if begin is None:
         assert all("too short to look for them" in note for note in said)
         return
-    saves, waits = us * (steps - begin - 81) / 1e6, 0 if pays else 0.9
-    costs = (0.2 + waits) * len(run.sites)
+    saves = us * (steps - begin - 81) / 1e6
+    waits = 0.9 * len(run.sites) + (28 + 1.2 * kernels if kernels else 0)
+    costs = 0.2 * len(run.sites) + (0 if pays else waits)
     [note] = said
     assert f"may save {saves:.0f} s" in note and f"some {costs:.0f} s" in note
     assert f"from step {begin} on" in note
@@ -198,8 +202,9 @@ def test_tuning_comes_before_a_check_of_what_may_run(monkeypatch, tmp_path, ever
     assert said == [(sites, 7.0, "small", say)] and len(asked) == 1
     if chosen.hope is not None:  # later, in a thread of the run
         chosen.hope.checked()
-    # The run waits for its own plan only, and what that costs is held against it.
-    budgets = [Budget(5.0, steps=20), Budget(5.0)][: 2 if every else 1]
+    # The run waits for its own plan only, and what that costs is held against it; what
+    # is checked beside it has twice the time.
+    budgets = [Budget(5.0, steps=20), Budget(10.0)][: 2 if every else 1]
     assert [rest for _, *rest in asked] == [[tuned, x, say] for x in budgets]
     assert chosen.notes == ("a note", "checked") and chosen.performance is tuned
     # Errors of others make no FP8; what a review may promote sites to is checked, too.
