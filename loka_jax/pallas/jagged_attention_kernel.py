@@ -1,6 +1,7 @@
 """What the warpgroups of a CTA do in a pass of attention, see `jagged_attention`."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -17,6 +18,7 @@ from loka_jax.pallas import tiles
 from loka_jax.pallas.dense_norm_tile import wait_if
 from loka_jax.pallas.interleaved import as_operand, columns_in_order, row_of
 from loka_jax.pallas.jagged_attention_layout import BF16, LaunchLayout, Scratch, Task
+from loka_jax.pallas.jagged_attention_scores import scores_of
 from loka_jax.pallas.tiles import ROWS
 
 
@@ -30,8 +32,13 @@ class Kernel:
     def __init__(self, layout: LaunchLayout, places: Sequence[Heads]):
         self.layout, self.config, self.places = layout, layout.config, places
 
-    def body(self, fixed, streamed, tasks, limits, results, **scratch):
-        """The kernel: the last warpgroup loads, the others compute."""
+    def body(self, fixed, streamed, tasks, limits, results, stats, **scratch):
+        """The kernel: the last warpgroup loads, the others compute.
+
+        Args:
+            stats: of the queries of a softmax: where lse goes, [heads, rows], or lse
+                and delta, [heads, 2, rows].
+        """
         refs = Scratch(**scratch)
         out = [dataclasses.replace(x, array=results[x.array]) for x in self.places]
         warpgroup, warpgroups = lax.axis_index("warpgroup"), self.config.warpgroups
@@ -39,13 +46,13 @@ class Kernel:
         @pl.when(warpgroup == warpgroups)
         def _():
             plgpu.set_max_registers(tiles.PRODUCER_REGISTERS, action="decrease")
-            self._produce(fixed, streamed, tasks, refs)
+            self._produce(fixed, streamed, stats, tasks, refs)
 
         @pl.when(warpgroup < warpgroups)
         def _():
             registers = tiles.consumer_registers(warpgroups)
             plgpu.set_max_registers(registers, action="increase")
-            worker = _Worker(self.layout, refs, warpgroup, limits, out)
+            worker = _Worker(self.layout, refs, warpgroup, limits, out, stats)
             self._each_task(tasks, worker.compute)
             if refs.out is not None:
                 tiles.drain()
@@ -73,7 +80,7 @@ class Kernel:
         mine = rounds + jnp.where(position(jnp.int32(rounds)) < rest, 1, 0)
         return mine, lax.fori_loop(0, mine, work, jnp.int32(0))
 
-    def _produce(self, fixed, streamed, tasks, refs: Scratch):
+    def _produce(self, fixed, streamed, stats, tasks, refs: Scratch):
         """Keeps the buffers of fixed and streamed rows filled."""
         config, warpgroups = self.config, self.config.warpgroups
         x, y = streamed
@@ -103,6 +110,9 @@ class Kernel:
                     is_turned = self.layout.is_fp8 and source is y
                     part = _part(source, rows, task.head, is_turned=is_turned)
                     plgpu.copy_gmem_to_smem(part, buffer.at[slot], full.at[slot])
+                    if source is x and refs.of_queries is not None:
+                        part, buffer = stats.at[task.head, :, rows], refs.of_queries
+                        plgpu.copy_gmem_to_smem(part, buffer.at[slot], full.at[slot])
 
         rounds, count = self._each_task(tasks, load)
         # All have been read when the kernel ends.
@@ -123,9 +133,12 @@ def _part(heads: Heads, rows, head, *, is_turned: bool = False):
 class _Worker:
     """A warpgroup that computes 64 rows of each tile."""
 
-    def __init__(self, layout: LaunchLayout, refs: Scratch, warpgroup, limits, out):
+    def __init__(
+        self, layout: LaunchLayout, refs: Scratch, warpgroup, limits, out, stats
+    ):
         self.layout, self.config, self.kind = layout, layout.config, layout.kind
         self.refs, self.warpgroup, self.limits, self.out = refs, warpgroup, limits, out
+        self.stats, self.scores = stats, scores_of(layout, refs, stats)
 
     def _meet(self):
         """Waits for the other warpgroup: one goes on to products, one from them."""
@@ -142,49 +155,62 @@ class _Worker:
         plgpu.barrier_wait(refs.fixed_full.at[stage])
         limits = None if self.kind.by_key else self._limits(row, ROWS, tiles.PER_ROW)
 
+        start = self.scores.start(task.head, row)
+
         def accumulate(*sums):
             # The first warpgroup goes ahead by half a step.
             pl.when(self.warpgroup == 1)(self._meet)
 
-            @pl.loop(0, task.count)
-            def _(step):
+            @pl.loop(0, task.count, init_carry=start)
+            def kept(step, kept):
                 # Or LLVM would keep the operands' descriptors in registers: many.
                 fixed = self._fixed(lax.optimization_barrier(own))
-                self._step(task, step, count + step, fixed, (row, limits), sums)
+                number, rows = (step, count + step), (row, limits)
+                return self._step(task, number, fixed, rows, sums, kept)
 
             pl.when(self.warpgroup == 0)(self._meet)
             totals = [total[...] for total in sums]
             pl.when(task.count > 0)(lambda: self._release(count + task.count - 1))
-            return totals
+            return totals, kept
 
         sums = [tiles.accumulator(ROWS, self.layout.size) for _ in self.out]
-        totals = pl.run_scoped(accumulate, *sums)
+        totals, kept = pl.run_scoped(accumulate, *sums)
         place = pl.ds(row, ROWS), task.head
         if refs.out is None:
             # The fixed rows have been read: results leave by way of their memory.
-            self._store(totals, self._fixed(own)[: len(sums)], place)
+            self._store(totals, kept, self._fixed(own)[: len(sums)], place)
             tiles.drain()
         plgpu.barrier_arrive(refs.fixed_empty.at[stage])
         if refs.out is not None:
             tiles.drain()  # of the task before
-            self._store(totals, [refs.out.at[self.warpgroup]], place)
+            self._store(totals, kept, [refs.out.at[self.warpgroup]], place)
 
-    def _store(self, totals, buffers, place):
+    def _store(self, totals, kept, buffers, place):
         """Starts storing results, by way of buffers."""
-        factors = self.layout.factors()
-        for total, factor, buffer in zip(totals, factors, buffers, strict=True):
-            buffer[...] = (total * factor).astype(BF16)
+        results = self.scores.results(totals, kept)
+        for result, buffer in zip(results, buffers, strict=True):
+            buffer[...] = result.astype(BF16)
+        if (lse := self.scores.lse(kept)) is not None:
+            self.refs.lse.at[self.warpgroup][...] = lse
         plgpu.commit_smem()
         for buffer, out in zip(buffers, self.out, strict=True):
             plgpu.copy_smem_to_gmem(buffer, _part(out, *place))
+        if lse is not None:
+            rows, head = place
+            own = self.refs.lse.at[self.warpgroup]
+            plgpu.copy_smem_to_gmem(own, self.stats.at[head, rows])
 
     def _fixed(self, own):
         """Returns a warpgroup's fixed rows."""
         return [z.at[own] for z in (self.refs.a, self.refs.b) if z is not None]
 
-    def _step(self, task: Task, step, count, fixed, rows, sums):
-        """Adds a block's part to the sums."""
-        refs, config, kind = self.refs, self.config, self.kind
+    def _step(self, task: Task, number, fixed, rows, sums, kept):
+        """Adds a block's part to the sums; returns what is kept for the next.
+
+        Args:
+            number: of the block, in the task and in all.
+        """
+        (step, count), refs, config, kind = number, self.refs, self.config, self.kind
         slots = lax.rem(count, config.x_stages), lax.rem(count, config.y_stages)
         x, y = refs.x.at[slots[0]], refs.y.at[slots[1]]
         plgpu.barrier_wait(refs.x_full.at[slots[0]])
@@ -193,11 +219,13 @@ class _Worker:
         products = self._products(fixed, (x, y))
         # Reading the scores has waited for the products of the step before as well.
         pl.when(step > 0)(lambda: self._release(count - 1))
+        kept = self.scores.of_block(slots[0], kept)
         if not kind.has_slopes:
             plgpu.barrier_arrive(refs.x_empty.at[slots[0]])
         if not kind.has_values:
             plgpu.barrier_arrive(refs.y_empty.at[slots[1]])
-        weights = self._seen(task, task.block(step), rows, self._weights(*products))
+        seen = functools.partial(self._seen, task, task.block(step), rows)
+        kept, weights = self.scores.weigh(products, sums, kept, seen)
         if self.layout.takes_turns:
             plgpu.barrier_arrive(refs.turn)
         if not kind.has_slopes:
@@ -210,6 +238,7 @@ class _Worker:
             plgpu.wgmma(total, self._operand(weight), operand)
         if not config.overlaps:
             plgpu.wgmma_wait(0)
+        return kept
 
     def _release(self, count):
         """Releases what the sums have read of a block."""
@@ -233,24 +262,16 @@ class _Worker:
         types = [tiles.accumulator(ROWS, self.config.block) for _ in fixed]
         return pl.run_scoped(multiply, *types)
 
-    def _weights(self, scores, by_value=None):
-        """Returns what the sums weight rows by: doubled slopes, values."""
-        h = scores * (self.layout.scale / 2)
-        t = jnp.tanh(h)
-        weights = []
-        if self.kind.has_slopes:
-            rise = 1.0 + t
-            weights.append(by_value * (rise + rise * (h - h * t)))
-        if self.kind.has_values:
-            weights.append(h + h * t)
-        return weights
+    def _seen(self, task: Task, block, rows, weights, hidden: float | None = None):
+        """Returns operands of the sums: 0 where a query does not see a key.
 
-    def _seen(self, task: Task, block, rows, weights):
-        """Returns operands of the sums: 0 where a query does not see a key."""
+        Args:
+            hidden: for scores, which are no operands yet, in place of 0.
+        """
 
         def masked(*weights):
-            mask = self._mask(block, *rows)
-            return [jnp.where(mask, w, w.dtype.type(0)) for w in weights]
+            mask, other = self._mask(block, *rows), hidden or 0
+            return [jnp.where(mask, w, w.dtype.type(other)) for w in weights]
 
         def seen(weights):
             own = lambda *x: list(x)  # noqa: E731
@@ -258,6 +279,8 @@ class _Worker:
 
         if self.layout.is_fp8:  # no mask is of 8 bits; a GPU's cast saturates
             return [weight.astype(E4M3) for weight in seen(weights)]
+        if hidden is not None:
+            return seen(weights)
         return seen([weight.astype(BF16) for weight in weights])
 
     def _mask(self, block, row, limits):

@@ -82,15 +82,18 @@ class Scratch(NamedTuple):
     out: Any = None  # [warpgroups, 64, size], where a result does not fit in a
     turn: Any = None
     weights: Any = None  # [warpgroups, 64, block]; for the interpreter
+    lse: Any = None  # [warpgroups, 64], of the forward pass of a softmax
+    of_queries: Any = None  # [x_stages, 2, block], lse and delta beside x
 
 
 class LaunchLayout(NamedTuple):
     """How a launch is laid out. Static under jit.
 
     Attributes:
-        rows: C.
+        rows: C; of a softmax the fixed ones, as there may be others that stream.
         scale: factor of the scores.
-        max_length: N.
+        max_length: N; of a softmax any.
+        is_softmax: weights are a softmax of the scores.
     """
 
     kind: Pass
@@ -102,6 +105,7 @@ class LaunchLayout(NamedTuple):
     config: TuningConfig
     is_interpreted: bool
     dtype: Any = BF16
+    is_softmax: bool = False
 
     @property
     def is_fp8(self) -> bool:
@@ -133,14 +137,16 @@ class LaunchLayout(NamedTuple):
         """Whether the warpgroups alternate."""
         return self.config.takes_turns and self.config.warpgroups == 2
 
+    @property
+    def has_of_queries(self) -> bool:
+        """Whether a launch takes lse and delta of the queries."""
+        return self.is_softmax and self.kind != FORWARD
+
     def factors(self) -> list[float]:
-        """Returns the factors of slopes, whose sums are doubled, and of values."""
-        factors = []
-        if self.kind.has_slopes:
-            factors.append(self.scale / (2 * self.max_length))
-        if self.kind.has_values:
-            factors.append(1 / self.max_length)
-        return factors
+        """Returns the factors of slopes, whose sums silu has doubled, and of values."""
+        own = self.scale / (2 * self.max_length), 1 / self.max_length
+        slopes, values = (self.scale, 1.0) if self.is_softmax else own
+        return [slopes] * self.kind.has_slopes + [values] * self.kind.has_values
 
     def scratch(self) -> dict[str, Any]:
         """Returns the fields of `Scratch` that are needed."""
@@ -150,6 +156,7 @@ class LaunchLayout(NamedTuple):
         fixed = operand(stages * warpgroups, ROWS, self.size)
         streamed = config.block, self.size
         copies = warpgroups * (1 + self.kind.has_slopes)
+        is_beside_x = self.has_of_queries and self.kind.by_key
         empty: dict[str, Any] = dict(num_arrivals=warpgroups)
         fields = dict(
             a=fixed,
@@ -157,7 +164,7 @@ class LaunchLayout(NamedTuple):
             y=operand(config.y_stages, *streamed[:: -1 if self.is_fp8 else 1]),
             fixed_full=barrier(num_barriers=stages, num_arrivals=copies),
             fixed_empty=barrier(num_barriers=stages, **empty),
-            x_full=barrier(num_barriers=config.x_stages),
+            x_full=barrier(num_barriers=config.x_stages, num_arrivals=1 + is_beside_x),
             x_empty=barrier(num_barriers=config.x_stages, **empty),
             y_full=barrier(num_barriers=config.y_stages),
             y_empty=barrier(num_barriers=config.y_stages, **empty),
@@ -170,6 +177,11 @@ class LaunchLayout(NamedTuple):
             fields["turn"] = barrier(**empty)
         if self.is_interpreted:
             fields["weights"] = operand(warpgroups, ROWS, config.block)
+        if self.is_softmax and self.kind == FORWARD:
+            fields["lse"] = plgpu.SMEM((warpgroups, ROWS), jnp.float32)
+        if is_beside_x:
+            shape = config.x_stages, 2, config.block
+            fields["of_queries"] = plgpu.SMEM(shape, jnp.float32)
         return fields
 
 

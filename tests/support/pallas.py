@@ -1,17 +1,28 @@
 """Launches, references and checks of the Pallas kernels' tests.
 
-The interpreter's race detector has no public name. References are numpy in float64:
-each element must be one rounding away from them, besides an error the caller names.
+The interpreter's race detector has no public name, nor have its parts that are replaced
+here. References are numpy in float64: each element must be one rounding away from them,
+besides an error the caller names.
 """
 
 import dataclasses
+import itertools
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax._src.pallas.mosaic_gpu import primitives
+from jax._src.pallas.mosaic_gpu.interpret import (
+    gpu_callbacks,
+    interpret_pallas_call,
+    shared_memory,
+)
+from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import (
+    GPURaceDetectionState as RaceDetectionState,
+)
+from jax._src.state.primitives import swap_p
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from loka_jax.fp8 import E4M3
@@ -20,23 +31,43 @@ from loka_jax.pallas import tiles
 from tests.support import oracle
 
 NORMS = ("none", "layer", "rms", "block")
+_LAUNCHES = []  # of a test, their races
 # n, d, k, m of Wukong S, M and L.
 WUKONG = {"S": (40, 64, 24, 40), "M": (64, 128, 32, 64), "L": (96, 160, 48, 96)}
 
 
 @pytest.fixture
 def interpret(monkeypatch):
-    """Yields the interpreter's parameters; two SMs make each CTA compute more tiles."""
+    """Yields the interpreter's parameters; two SMs make each CTA compute more tiles.
+
+    It knows no stores to accumulators, which are memory to it, and takes the numbers of
+    their memory again in the next CTA, for which the race detector takes them to race.
+    """
     monkeypatch.setattr(tiles, "SMS", 2)
+    monkeypatch.setattr(primitives, "wgmma_accumulator_store", _stored)
+    numbers = itertools.count(-100, -1)
+    of_next = lambda *_: next(numbers)  # noqa: E731
+    memory = shared_memory.GPUSharedMemory
+    monkeypatch.setattr(memory, "get_next_wgmma_accumulator_id", of_next)
+    monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", _races_of_launch)
+    _LAUNCHES.clear()
     interpret_pallas_call.reset_gpu_interpret_mode_state()
     yield plgpu.InterpretGPUParams(detect_races=True)
     interpret_pallas_call.reset_gpu_interpret_mode_state()
 
 
+def _stored(accumulator, value):
+    swap_p.bind(accumulator, value, tree=jax.tree.structure(()))
+
+
+def _races_of_launch(**how):
+    _LAUNCHES.append(RaceDetectionState(**how))
+    return _LAUNCHES[-1]
+
+
 def assert_no_races():
-    """Asserts that the race detector found no race so far."""
-    races = interpret_pallas_call.get_races()
-    assert races is None or not races.races_found
+    """Asserts that the race detector found no race in any launch of a test."""
+    assert not any(races.races_found for races in _LAUNCHES)
 
 
 def interpreted(kernel, interpret):
@@ -44,7 +75,7 @@ def interpreted(kernel, interpret):
 
     def run(*args, **kwargs):
         out = jax.block_until_ready(kernel(*args, **kwargs, interpret=interpret))
-        assert interpret_pallas_call.get_races() is not None
+        assert _LAUNCHES
         assert_no_races()
         return out
 

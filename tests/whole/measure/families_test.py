@@ -21,7 +21,11 @@ LAUNCHES = re.compile(
     r"(.+\.)?(_?launch|launch_tree|triton_call)|plgpu\.kernel|_Run\.of"
 )
 # They are given a kernel.
-PLUMBING = {"triton.launch.launch", "triton.trees.launch_tree"}
+PLUMBING = {
+    "pallas.jagged_attention_launch.launch",
+    "triton.launch.launch",
+    "triton.trees.launch_tree",
+}
 
 
 def _entries(path):
