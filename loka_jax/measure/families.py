@@ -13,6 +13,7 @@ from loka_jax.measure.family_pallas import (
     fm_lcbs_backward,
     fp8_jagged_attentions,
     jagged_attentions,
+    jagged_softmaxes,
 )
 from loka_jax.measure.family_rows import (
     dot_features_cases,
@@ -101,6 +102,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "jagged_attention_fp8": _family(
         fp8_jagged_attentions, "pallas", "jagged_attention.attend"
+    ),
+    "jagged_softmax": _family(
+        jagged_softmaxes, "pallas", "jagged_softmax.forward", "jagged_softmax.backward"
     ),
 }
 # Checked at every site that they are to run at, see `checking`.

@@ -10,15 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from loka_jax import jagged
 from loka_jax.heads import Qkv
 from loka_jax.jagged import Rule
 from loka_jax.measure.check_families import BF16, Case, normal
 from loka_jax.ops import fm_lcb as fm_lcb_ops
+from loka_jax.ops import softmax_attention as softmax
 from loka_jax.ops.jagged_attention import BY_XLA, AttentionPlan, attend
 from loka_jax.pallas import fm_lcb, fm_lcb_backward
 
 # silu of the scores and their gradients are rounded to bfloat16.
 _NOISE = 2.0**-6
+# delta takes the output as it is rounded, and is subtracted from numbers next to it.
+_SOFTMAX_NOISE = 2.0**-4
 # Both round silu to E4M3, and may lie a code apart: in a row that sees one key, 1/8 of
 # each value, the largest of which are six times their root mean square.
 _FP8_NOISE = 0.75
@@ -27,6 +31,7 @@ _FM_LCB = 2.0**-6
 _BATCH, _N, _D, _K, _M = 269, 80, 64, 32, 64
 _EXAMPLES, _HEADS, _LONGEST, _SPARE = 60, 4, 333, 45
 _BY_KERNEL = AttentionPlan(None)
+_SOFTMAX_BY_KERNEL = softmax.SoftmaxPlan(None)
 
 
 def _operands(size: int) -> tuple[Any, ...]:
@@ -87,6 +92,40 @@ def fp8_jagged_attentions() -> list[Case]:
             lambda *x: _forward(in_fp8[0], x),
             lambda *x: _forward(in_fp8[1], x),
             _FP8_NOISE,
+        )
+
+    return [case(size) for size in (64, 128, 256)]
+
+
+def _softmax_both_ways(plan: softmax.SoftmaxPlan, operands, dtype) -> tuple[Any, ...]:
+    """Returns the output and the gradients of q, k and v, of which each has g / 4 more.
+
+    The gradient of a query that sees one key is what rounding leaves of 0.
+    """
+    *rows, offsets, num_contextual, num_candidates = operands
+    q, k, v, gradient = (x.astype(dtype) for x in rows)
+    rule = Rule(num_contextual, num_candidates, window=200, oldest=7)
+    visible = jagged.visibility(offsets, len(q), rule)
+
+    def attention(q, k, v):
+        how: dict[str, Any] = dict(scale=q.shape[2] ** -0.5, plan=plan)
+        return softmax.softmax_attention(q, k, v, visible, **how)
+
+    out, pull = jax.vjp(attention, q, k, v)
+    grads = (x + gradient / 4 for x in pull(gradient))
+    return tuple(x.astype(BF16) for x in (out, *grads))
+
+
+def jagged_softmaxes() -> list[Case]:
+    """Returns a case of each size of heads, forward and backward."""
+
+    def case(size: int) -> Case:
+        return Case(
+            f"softmax attention of heads of {size}",
+            lambda: _operands(size),
+            lambda *x: _softmax_both_ways(_SOFTMAX_BY_KERNEL, x, BF16),
+            lambda *x: _softmax_both_ways(softmax.BY_XLA, x, jnp.float32),
+            _SOFTMAX_NOISE,
         )
 
     return [case(size) for size in (64, 128, 256)]

@@ -94,7 +94,8 @@ class Mha(Part, kw_only=True):
         visible = nn.span_visibility(*ends, count)
         length = -(-count // batch)
         k = nn.rotated(self._bounded("k_norm", k), places)
-        seen = nn.attend(q, k, v, visible, length=length, recipe=self.recipe)
+        how: dict[str, Any] = dict(recipe=self.recipe, implementation=self.kernels)
+        seen = nn.attend(q, k, v, visible, length=length, **how)
         out = self._dense("out", dim)(seen.reshape(-1, dim))
         return out if self.seeds is None else out.reshape(batch, self.seeds, dim)
 

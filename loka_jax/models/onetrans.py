@@ -60,7 +60,8 @@ class OneTransLayer(ModelPart, kw_only=True):
         visible = nn.tokens_visibility(histories, newest, count, length)
         q, k, v = self._qkv(self._read("attention_norm", x), newest[0], most)
         mean = -(-count // (len(histories.offsets) - 1)) + length
-        seen = nn.attend(q, k, v, visible, length=mean, recipe=self.recipe)
+        how: dict[str, Any] = dict(recipe=self.recipe, implementation=self.kernels)
+        seen = nn.attend(q, k, v, visible, length=mean, **how)
         seen = seen.reshape(-1, dim)
         seen = seen[: len(newest[0])], seen[len(newest[0]) :].reshape(x[1].shape)
         kept = x[0][newest[0]], x[1]

@@ -19,6 +19,7 @@ from loka_jax.ops.fm_lcb import FmLcbPlan
 from loka_jax.ops.jagged_attention import AttentionPlan
 from loka_jax.ops.mesh_axes import manual_axes
 from loka_jax.ops.plan import KernelPlan, describe
+from loka_jax.ops.softmax_attention import SoftmaxPlan
 from loka_jax.recipe import ROLES, Role
 from loka_jax.site import SiteSpec
 
@@ -51,7 +52,7 @@ class Site:
     path: str
     plan: KernelPlan
     batch: int | None = None
-    together: FmLcbPlan | AttentionPlan | None = None
+    together: FmLcbPlan | AttentionPlan | SoftmaxPlan | None = None
     left: str | None = None
     apart: str | None = None
     count: int = 1
@@ -75,7 +76,7 @@ class Site:
 
     @property
     def attention(self) -> AttentionPlan | None:
-        """What runs the site if it is an attention; None if it is a product."""
+        """What runs the site if it is all of an attention; None if it is a product."""
         return self.together if isinstance(self.together, AttentionPlan) else None
 
     @property

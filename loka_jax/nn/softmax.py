@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Literal
 
 import jax.numpy as jnp
 from flax import linen
@@ -10,8 +11,11 @@ from jaxtyping import Array, Float, Int32
 from loka_jax import jagged
 from loka_jax.jagged import Rule, Visibility
 from loka_jax.nn.batched import BatchedSite
+from loka_jax.nn.context import current
+from loka_jax.nn.norms import check_choice
 from loka_jax.nn.observed import attention_seen
 from loka_jax.ops import softmax_attention as ops
+from loka_jax.ops.device import local_device
 from loka_jax.probe.monitors import bound_of_logits
 from loka_jax.recipe import Recipe
 from loka_jax.site import SiteSpec
@@ -25,20 +29,25 @@ def jagged_softmax_attention(
     *,
     rule: Rule = jagged.CAUSAL,
     scale: float,
+    implementation: Literal["xla"] | None = None,
 ) -> Float[Array, "C h d_v"]:
-    """Returns the softmax attention of each sequence, by XLA; differentiable.
+    """Returns the softmax attention of each sequence; differentiable.
+
+    Kernels run it where they serve it, in bfloat16, and else XLA.
 
     Args:
         offsets: sequence b has rows `offsets[b]` to `offsets[b + 1]`.
         rule: who sees whom in a sequence; each row all before it by default,
             `jagged.full(offsets)` for all.
         scale: factor of the scores, usually `d_qk ** -0.5`.
+        implementation: "xla" for XLA everywhere.
 
     Raises:
         ValueError: as of `ops.softmax_attention`.
     """
     visible = jagged.visibility(jnp.asarray(offsets), len(q), rule)
-    return ops.softmax_attention(q, k, v, visible, scale=scale)
+    plan = _plan(q, k, v, scale, implementation)
+    return ops.softmax_attention(q, k, v, visible, scale=scale, plan=plan)
 
 
 def attend(
@@ -49,6 +58,7 @@ def attend(
     *,
     length: int,
     recipe: str | Recipe,
+    implementation: Literal["xla"] | None = None,
 ) -> Float[Array, "Q h d_v"]:
     """Returns softmax attention, its products as sites `scores` and `values`.
 
@@ -57,15 +67,26 @@ def attend(
     Args:
         visible: which of the keys each query sees.
         length: the mean number of keys of a sequence, for the sizes of the sites.
+        implementation: as of `jagged_softmax_attention`.
     """
     (count, heads, size), value_size = q.shape, v.shape[2]
-    scores = _Scores(recipe, name="scores")
-    scores.announce(heads, SiteSpec(count, size, length))
-    values = BatchedSite(recipe, name="values")
-    values.announce(heads, SiteSpec(count, length, value_size))
     scale = size**-0.5
-    out = ops.softmax_attention(q, k, v, visible, scale=scale)
+    plan = _plan(q, k, v, scale, implementation)
+    scores = _Scores(recipe, name="scores")
+    scores.announce(heads, SiteSpec(count, size, length), together=plan)
+    values = BatchedSite(recipe, name="values")
+    values.announce(heads, SiteSpec(count, length, value_size), together=plan)
+    out = ops.softmax_attention(q, k, v, visible, scale=scale, plan=plan)
     return scores(out, functools.partial(bound_of_logits, q, k, scale))
+
+
+def _plan(q, k, v, scale: float, implementation: str | None) -> ops.SoftmaxPlan:
+    """Returns what runs attention on the device that sites are planned for."""
+    check_choice("implementation", implementation, ("xla", None))
+    if implementation == "xla":
+        return ops.BY_XLA
+    device = current().device or local_device()
+    return ops.plan_softmax_attention(q, k, v, device, scale=scale)
 
 
 class _Scores(BatchedSite):

@@ -122,6 +122,8 @@ FAULTS = [
     ("last part forgotten", "packed", 0, writes("[0]", put(3, 0))),
     ("factors off by 2", "packed", 4, writes("[1]", times(2))),
     ("last example of FM", "fm_lcb", 0, writes("[0]", put(268, 0))),
+    ("key forgotten", "jagged_softmax", 0, writes("[2]", put(3000, 0))),
+    ("gradients of other queries", "jagged_softmax", 0, writes("[1]", off_by_one)),
     ("part not added", "fm_lcb_backward", 0, reads("[4][1]", times(0))),
 ]
 

@@ -17,6 +17,7 @@ from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Rule
 from loka_jax.measure import families, family_pallas
 from loka_jax.ops import jagged_attention as ops
 from loka_jax.ops.jagged_attention import AttentionPlan, jagged_attention
+from loka_jax.ops.softmax_attention import SoftmaxPlan
 from loka_jax.pallas import jagged_attention as kernel
 from loka_jax.pallas import jagged_attention_launch
 from loka_jax.pallas.jagged_attention import TuningConfig, attend, search_space
@@ -142,6 +143,8 @@ def small_check(interpret, monkeypatch):
     """Returns the check of a family on one case, interpreted."""
     plan = AttentionPlan(None, interpret=interpret)
     monkeypatch.setattr(family_pallas, "_BY_KERNEL", plan)
+    softmax = SoftmaxPlan(None, interpret=interpret)
+    monkeypatch.setattr(family_pallas, "_SOFTMAX_BY_KERNEL", softmax)
     monkeypatch.setattr(family_pallas, "_EXAMPLES", 3)
     monkeypatch.setattr(family_pallas, "_LONGEST", 100)
 
@@ -156,7 +159,9 @@ def small_check(interpret, monkeypatch):
     return why_wrong
 
 
-@pytest.mark.parametrize("name", ["jagged_attention", "jagged_attention_fp8"])
+@pytest.mark.parametrize(
+    "name", ["jagged_attention", "jagged_attention_fp8", "jagged_softmax"]
+)
 def test_what_is_right_passes_the_check(name, small_check):
     assert small_check(name) is None
 

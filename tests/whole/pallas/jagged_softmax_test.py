@@ -14,6 +14,8 @@ import pytest
 
 from loka_jax import jagged, nn
 from loka_jax.jagged import Rule
+from loka_jax.nn.context import site_context
+from loka_jax.ops.device import Device
 from loka_jax.pallas import jagged_softmax as kernel
 from loka_jax.pallas.jagged_attention import TuningConfig
 from loka_jax.xla import jagged_softmax as xla
@@ -22,6 +24,7 @@ from tests.support import pallas as support
 from tests.support.attention import CASES, Case, mask_of
 from tests.support.pallas import interpret
 from tests.support.softmax import SCALE, assert_exact
+from tests.support.softmax import both_ways as both_ways_of
 
 __all__ = ["interpret"]
 
@@ -107,6 +110,20 @@ def test_queries_may_be_other_rows_than_keys(interpret):
         for seed, count in enumerate((len(mask),) * 2 + (215,) * 2)
     )
     check(visible, mask, (q, k, v, g), interpret)
+
+
+def test_the_operation_runs_by_kernels_where_they_serve_it(interpret):
+    case = CASES["causal"]
+    operands = operands_of(case.num_rows, 64)
+    function = functools.partial(
+        nn.jagged_softmax_attention, offsets=jnp.asarray(case.offsets), scale=SCALE
+    )
+    with site_context(device=Device(interpret=interpret)):
+        found = both_ways_of(function, *operands)
+    support.assert_no_races()
+    by_xla = both_ways_of(function, *operands)
+    assert not all(map(jnp.array_equal, found, by_xla))
+    assert_exact(found, mask_of(case), *operands)
 
 
 def test_scores_of_any_size_have_a_softmax(interpret):
