@@ -18,6 +18,10 @@ A case runs in a process of its own, for `case_s` at most: a kernel that fails o
 takes the rest of its case along, not that of others. Forms are timed one after another,
 anchors first, and written at once. The default cases are HSTU M's.
 
+    ... --softmax --cases t256 m h64_log_normal
+
+times causal softmax attention in its place: our kernels, XLA on jagged rows, and cuDNN.
+
 Without a Hopper GPU only XLA runs, to try the script: `--cases tiny`.
 """
 
@@ -30,72 +34,33 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from experiments.bench import padded_attention
+from experiments.bench import padded_attention, softmax_forms
 from experiments.bench import result as results
-from loka_jax import fp8, jagged, quality
+from experiments.bench.attention_cases import (
+    CASES,
+    Case,
+    Form,
+    exactly,
+    operands_of,
+    padded_operands,
+    timed,
+)
+from loka_jax import fp8, jagged
 from loka_jax.heads import Heads
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Pass, Rule
-from loka_jax.measure.compiling import compile_all, leaves, untuned_here
-from loka_jax.measure.timing import Case as Timed
-from loka_jax.measure.timing import profile_kernels, time_chains, time_kernels
+from loka_jax.measure.compiling import compile_all
 from loka_jax.ops import jagged_attention as ops
 from loka_jax.ops.device import local_device
-from loka_jax.terminal import one_line
 from loka_jax.xla import jagged_attention as xla
 
-# Least SQNR of our results: they, and what they are made of, are rounded to 2**-9.
-_LEAST_DB = 45.0
 # In FP8, of silu of the scores alone, and of q, k and v as well.
 _LEAST_FP8_DB, _LEAST_CAST_DB = 28.0, 21.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """Heads of a size, and lengths of sequences: max_length, or drawn.
-
-    Attributes:
-        lengths: "full", "log-normal" (median a third of the most) or "uniform" from 0.
-    """
-
-    size: int
-    max_length: int
-    batch: int
-    heads: int = 4
-    lengths: str = "full"
-
-    def offsets(self) -> np.ndarray:
-        """Returns where sequences begin and the last one ends."""
-        generator = np.random.default_rng(self.batch)
-        lengths = np.full(self.batch, self.max_length)
-        if self.lengths == "log-normal":
-            drawn = generator.lognormal(np.log(self.max_length / 3), 1.0, self.batch)
-            lengths = np.clip(drawn, 1, self.max_length).astype(int)
-        elif self.lengths == "uniform":
-            lengths = generator.integers(0, self.max_length + 1, self.batch)
-        return np.cumsum([0, *lengths]).astype(np.int32)
-
-    def flops(self) -> float:
-        """Returns the FLOPs of the forward pass."""
-        lengths = np.diff(self.offsets()).astype(float)
-        return 4 * self.size * self.heads * float(np.sum(lengths**2)) / 2
-
-
-CASES = {
-    "m": Case(size=128, max_length=4096, batch=8),
-    "m_log_normal": Case(size=128, max_length=4096, batch=32, lengths="log-normal"),
-    "h256": Case(size=256, max_length=4096, batch=8),
-    "h64": Case(size=64, max_length=512, batch=64),
-    "h64_log_normal": Case(size=64, max_length=512, batch=64, lengths="log-normal"),
-    "h64_odd": Case(size=64, max_length=777, batch=37, lengths="uniform"),
-    "tiny": Case(size=64, max_length=50, batch=3, heads=2, lengths="uniform"),
-}
 _DEFAULT_CASES = "m", "m_log_normal"
 
 
@@ -105,6 +70,7 @@ class Arguments(results.Options):
 
     Attributes:
         cases: names of cases, in order.
+        softmax: times softmax attention.
         tune: also time every config of our passes.
         anchors: also time XLA and cuDNN.
         case_s: most seconds of a case.
@@ -112,6 +78,7 @@ class Arguments(results.Options):
     """
 
     cases: tuple[str, ...] = _DEFAULT_CASES
+    softmax: bool = False
     tune: bool = False
     anchors: bool = True
     case_s: float = 80.0
@@ -146,6 +113,7 @@ def _by_process(name: str, arguments: Arguments) -> dict[str, Any]:
         out = Path(folder, "case.json")
         command = [sys.executable, __file__, "--here", "--out", str(out)]
         command += ["--cases", name]
+        command += ["--softmax"] * arguments.softmax
         command += ["--tune" if arguments.tune else "--no-tune"]
         command += ["--anchors" if arguments.anchors else "--no-anchors"]
         failed = None
@@ -170,50 +138,42 @@ def _in_short(record: dict[str, Any]) -> str:
     return f"{record['us']:9.1f} us {record['tflops']:6.1f} TFLOP/s{db}{wall}"
 
 
-class Form(NamedTuple):
-    """A way to compute attention, or a part of it, of a case.
-
-    Attributes:
-        work: the key of `_WORK`.
-        wanted: what its results are checked against; None for no check.
-        wall: whether to time the wall clock, too.
-        least_db: the least SQNR of a right result.
-    """
-
-    run: Callable
-    operands: tuple[jax.Array, ...]
-    work: str
-    wanted: tuple[jax.Array, ...] | None = None
-    wall: bool = True
-    least_db: float = _LEAST_DB
-
-
 def measure(case: Case, arguments: Arguments) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the name and the record of every form of a case, anchors first."""
     offsets = jnp.asarray(case.offsets())
-    operands = _operands(case, int(offsets[-1]))
-    is_served = local_device().why_not_pallas is None
-    forms = _anchors(case, offsets, operands, is_served) if arguments.anchors else {}
-    if is_served:
-        exact = _exactly(functools.partial(_passes, case, offsets, xla.attend))
-        references = exact(*operands)
-        by_kernels = ops.AttentionPlan(None)
-        for work, run in _whole(case, offsets, by_kernels).items():
-            wanted = references[:1] if work == "forward" else references
-            forms[f"pallas {work}"] = Form(run, operands, work, tuple(wanted))
-        in_fp8 = _whole(case, offsets, by_kernels._replace(why_not_fp8=None))["forward"]
-        form = Form(in_fp8, operands, "forward", (references[0],))
-        forms["pallas fp8 forward"] = form._replace(least_db=_LEAST_CAST_DB)
-        forms |= _fp8_pass(case, offsets, operands, arguments.tune)
-        forms |= _each_pass(case, offsets, operands, references, arguments.tune)
+    operands = operands_of(case, int(offsets[-1]))
+    is_served, tune = local_device().why_not_pallas is None, arguments.tune
+    if arguments.softmax:
+        how = dict(is_served=is_served, tune=tune)
+        forms = softmax_forms.forms(case, offsets, operands, **how)
+    else:
+        forms = _anchors(case, offsets, operands, is_served)
+        forms |= _ours(case, offsets, operands, tune) if is_served else {}
+    is_left_out = lambda x: not (arguments.anchors or x.startswith("pallas"))  # noqa: E731
+    forms = {name: x for name, x in forms.items() if not is_left_out(name)}
     runs = {name: (form.run, form.operands) for name, form in forms.items()}
     for name, program in compile_all(runs).items():
-        yield name, _timed(case, forms[name], program)
+        yield name, timed(case, forms[name], program)
+
+
+def _ours(case: Case, offsets, operands, tune: bool) -> dict[str, Form]:
+    """Returns our kernels, whole and pass by pass."""
+    exact = exactly(functools.partial(_passes, case, offsets, xla.attend))
+    references, forms = exact(*operands), {}
+    by_kernels = ops.AttentionPlan(None)
+    for work, run in _whole(case, offsets, by_kernels).items():
+        wanted = references[:1] if work == "forward" else references
+        forms[f"pallas {work}"] = Form(run, operands, work, tuple(wanted))
+    in_fp8 = _whole(case, offsets, by_kernels._replace(why_not_fp8=None))["forward"]
+    form = Form(in_fp8, operands, "forward", (references[0],))
+    forms["pallas fp8 forward"] = form._replace(least_db=_LEAST_CAST_DB)
+    forms |= _fp8_pass(case, offsets, operands, tune)
+    return forms | _each_pass(case, offsets, operands, references, tune)
 
 
 def _anchors(case: Case, offsets, operands, has_cudnn: bool) -> dict[str, Form]:
     """Returns XLA's forms, of jagged and of padded rows, and cuDNN's."""
-    padded = _padded_operands(case)
+    padded = padded_operands(case)
     dense = padded_attention.dense(case.size, case.max_length)
     anchors = {"xla dense": (dense, padded)}
     if has_cudnn:
@@ -275,7 +235,7 @@ def _fp8_pass(case: Case, offsets, operands, tune: bool) -> dict[str, Form]:
     from loka_jax.pallas import jagged_attention as kernel
 
     own = tuple(fp8.saturate(x, fp8.E4M3) for x in operands[:3])
-    exact = _exactly(functools.partial(_pass, case, offsets, xla.attend, FORWARD))
+    exact = exactly(functools.partial(_pass, case, offsets, xla.attend, FORWARD))
     wanted = exact(*own, operands[3])
 
     def run(config, q, k, v):
@@ -290,62 +250,6 @@ def _fp8_pass(case: Case, offsets, operands, tune: bool) -> dict[str, Form]:
         )
         for config in (configs if tune else configs[:1])
     }
-
-
-# Products of rows by rows in a pass, in units of the forward pass's two.
-_WORK = {"forward": 1, "both": 3.5, "dq": 1.5, "dk, dv": 2, "dk": 1.5, "dv": 1}
-
-
-def _timed(case: Case, form: Form, program: Any) -> dict[str, Any]:
-    """Returns the record of a form: its time, or why there is none."""
-    if isinstance(program, Exception):
-        return {"failed": one_line(program)}
-    try:
-        arguments = leaves(form.operands)
-        found = program(*arguments)
-        record: dict[str, Any] = {}
-        if form.wanted is not None:
-            record["sqnr_db"] = _least_sqnr(form.wanted, found)
-            if not record["sqnr_db"] >= form.least_db:
-                return record | {"wrong": f"{record['sqnr_db']:.1f} dB"}
-            again = program(*arguments)
-            if not all(map(jnp.array_equal, found, again)):
-                return record | {"wrong": "two calls differ"}
-        (timing,) = time_kernels({"": Timed(program, [arguments])}).values()
-        us = timing.median_us
-        flops = case.flops() * _WORK[form.work]
-        record |= {"us": us, "min_us": timing.min_us, "max_us": timing.max_us}
-        record |= {"kernels": timing.kernels, "tflops": flops / us / 1e6}
-        if form.wall:
-            chain = lambda calls: [program(*arguments) for _ in range(calls)][-1]  # noqa: E731
-            record["wall_us"] = time_chains({"": chain}, calls=10, rounds=3)[""].min_us
-            if (kernels := profile_kernels(chain)) is not None:
-                record["longest"] = kernels.longest[:6]
-        return record
-    except Exception as error:  # the next form may run
-        return {"failed": one_line(error)}
-
-
-def _least_sqnr(wanted, found) -> float:
-    pairs = [(x, y.astype(jnp.float32)) for x, y in zip(wanted, found, strict=True)]
-    if not all(bool(jnp.all(jnp.isfinite(y))) for _, y in pairs):
-        return -np.inf
-    return min(float(quality.sqnr(x, y)) for x, y in pairs)
-
-
-def _operands(case: Case, num_rows: int) -> tuple[jax.Array, ...]:
-    """Returns q, k, v and a gradient of the output."""
-    shape = (-(-num_rows // 128) * 128, case.heads, case.size)
-    return _normal(shape)
-
-
-def _padded_operands(case: Case) -> tuple[jax.Array, ...]:
-    return _normal((case.batch, -(-case.max_length // 64) * 64, case.heads, case.size))
-
-
-def _normal(shape) -> tuple[jax.Array, ...]:
-    make = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
-    return tuple(map(make, jax.random.split(jax.random.key(0, impl="rbg"), 4)))
 
 
 def _whole(case: Case, offsets, plan) -> dict[str, Callable]:
@@ -369,12 +273,6 @@ def _pass(case: Case, offsets, attend: Callable, kind: Pass, q, k, v, gradient):
 def _passes(case: Case, offsets, attend: Callable, *operands):
     run = functools.partial(_pass, case, offsets, attend)
     return [x for kind in (FORWARD, BY_QUERY, BY_KEY) for x in run(kind, *operands)]
-
-
-def _exactly(run: Callable) -> Callable:
-    """Returns the function in float32."""
-    exact = lambda *x: run(*(z.astype(jnp.float32) for z in x))  # noqa: E731
-    return jax.jit(exact, compiler_options=dict(untuned_here()))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import (
+    attention_cases,
     candidates,
     hstu,
     jagged_attention,
@@ -28,6 +29,15 @@ def test_attention_is_timed_by_xla_in_both_forms(tmp_path):
     assert all(record["us"] > 0 for record in row["forms"].values())
 
 
+def test_softmax_attention_is_timed_by_xla(tmp_path):
+    out = tmp_path / "attention.json"
+    how = dict(cases=("tiny",), here=True, out=out, softmax=True)
+    jagged_attention.main(jagged_attention.Arguments(**how))
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["forms"].keys() == {"xla jagged forward", "xla jagged both"}
+    assert all(record["us"] > 0 for record in row["forms"].values())
+
+
 def test_candidates_of_one_history_are_timed_in_one_pass(tmp_path, monkeypatch):
     monkeypatch.setattr(latency, "_LEAST_CALLS", 3)
     out, sizes = tmp_path / "candidates.json", {"histories": (8,), "candidates": (1, 9)}
@@ -43,9 +53,9 @@ def test_candidates_of_one_history_are_timed_in_one_pass(tmp_path, monkeypatch):
 
 
 def test_both_forms_of_xla_are_one_attention():
-    case = jagged_attention.Case(size=8, max_length=16, batch=2, heads=2)
+    case = attention_cases.Case(size=8, max_length=16, batch=2, heads=2)
     offsets = case.offsets()
-    q, k, v, gradient = jagged_attention._padded_operands(case)
+    q, k, v, gradient = attention_cases.padded_operands(case)
     padded = [x[:, : case.max_length].astype("float32") for x in (q, k, v, gradient)]
     rows = [x.reshape(-1, *x.shape[2:]) for x in padded]
     dense = padded_attention.dense(case.size, case.max_length)["both"](*padded)
