@@ -5,6 +5,7 @@ from tests.drills.mistakes import Mistake
 EVENTS = "loka_jax/data/events.py"
 HISTORIES = "loka_jax/nn/histories.py"
 INTERFORMER = "loka_jax/models/interformer.py"
+SCORES = "loka_jax/pallas/jagged_attention_scores.py"
 JAGGED = "loka_jax/jagged.py"
 SEQUENCES = "loka_jax/data/sequences.py"
 
@@ -133,6 +134,34 @@ MISTAKES = [
         "loka_jax/xla/jagged_softmax.py",
         "    total = total * kept + ",
         "    total = total + ",
+        "whole/ops/softmax_attention_test.py",
+    ),
+    Mistake(
+        "the softmax kernel keeps what it summed when a larger score is found",
+        SCORES,
+        "            own[...] = own[...] * tiles.per_row(share, own.shape[1])\n",
+        "            own[...] = own[...]\n",
+        "whole/pallas/jagged_softmax_test.py",
+    ),
+    Mistake(
+        "hidden scores have a part in the largest one",
+        SCORES,
+        "        scores = seen([scores * (self.layout.scale * _LOG2_E)], hidden=-math.inf)\n",
+        "        scores = [scores * (self.layout.scale * _LOG2_E)]\n",
+        "whole/pallas/jagged_softmax_test.py",
+    ),
+    Mistake(
+        "lse and delta are written over while they are read",
+        SCORES,
+        "        plgpu.commit_smem()  # all threads have read them\n",
+        "",
+        "whole/pallas/jagged_softmax_test.py",
+    ),
+    Mistake(
+        "rows leave out the last keys before tokens",
+        JAGGED,
+        "    nowhere = 2**30  # after",
+        "    nowhere = max(queries, keys) + new_keys  # after",
         "whole/ops/softmax_attention_test.py",
     ),
     Mistake(
