@@ -8,12 +8,16 @@ SIGTERM while training, and SIGTERM before training is obeyed after the first st
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 
 _SHOW_CURSOR = b"\x1b[?25h\n"
+# Seconds within which the same signal counts once: timeout(1) sends its signal to the
+# process, then to the process group.
+_ONE_SIGNAL_S = 0.1
 
 
 class StopRequest:
@@ -30,6 +34,7 @@ class StopRequest:
     def __init__(self, processes: int = 1):
         self._has_others = processes > 1
         self._signal: int | None = None
+        self._came_at = 0.0
         self._is_deferred = False
         self._is_agreed = False
         self._polls = 0
@@ -72,11 +77,14 @@ class StopRequest:
 
     def __call__(self, number: int, _frame):
         """Handles a signal."""
+        now = time.monotonic()
+        if number == self._signal and now - self._came_at < _ONE_SIGNAL_S:
+            return
         if self._signal is not None:
             if os.isatty(1):
                 os.write(1, _SHOW_CURSOR)  # a progress bar hides it
             os._exit(128 + number)
-        self._signal = number
+        self._signal, self._came_at = number, now
         if not self._is_deferred:
             raise SystemExit(128 + number)
         if self._has_others:

@@ -51,6 +51,19 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch, processes):
     assert codes[0] == 143
 
 
+def test_a_signal_that_timeout_sends_twice_counts_once(monkeypatch):
+    codes, now = [], [7.0]
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    with stop_on_signals() as stop, stop.deferred():
+        for _ in range(2):  # to the process, and to its group
+            stop(signal.SIGTERM, None)
+        assert stop.is_set and codes == []
+        now[0] += 1.0
+        stop(signal.SIGTERM, None)
+    assert codes == [143]
+
+
 def test_of_several_processes_ctrl_c_is_handed_to_jax_while_training():
     handed = []
     before = signal.signal(signal.SIGTERM, lambda number, _: handed.append(number))
