@@ -18,6 +18,9 @@ Statistics that forget slowly do not tell a change, so these are kept step by st
 newest `OBSERVATIONS`. The host reads them: `read`.
 """
 
+import math
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,28 +115,37 @@ def read(monitors: np.ndarray) -> dict[str, float]:
 
     It is the slope of log `out_rms` over the steps: 0.01 is one percent a step.
     """
-    newest = dict(zip(FIELDS, np.asarray(monitors[-1]).tolist(), strict=True))
-    del newest["uses"]
+    sizes = monitors[:, FIELDS.index("out_rms")]
+    return named(monitors[-1].tolist(), float(growth_of(sizes)))
+
+
+def named(newest: Sequence[float], growth: float) -> dict[str, float]:
+    """Returns what is known of a step by name, and the growth if it is known."""
+    numbers = dict(zip(FIELDS, newest, strict=True))
+    del numbers["uses"]
     told = {
         name: value
-        for name, value in newest.items()
-        if newest.get(_WITNESS.get(name, name)) != 0
+        for name, value in numbers.items()
+        if numbers.get(_WITNESS.get(name, name)) != 0
     }
-    growth = growth_of(monitors[:, FIELDS.index("out_rms")])
-    return told if growth is None else told | {"growth": growth}
+    return told if math.isnan(growth) else told | {"growth": growth}
 
 
-def growth_of(sizes: np.ndarray) -> float | None:
-    """Returns the slope of the logarithm of sizes, one a step, by least squares.
+def growth_of(sizes: np.ndarray) -> np.ndarray:
+    """Returns the slopes of the logarithm of sizes, one a step, by least squares.
 
-    Sizes that are zero or not finite are left out; None if fewer than two remain.
+    The steps are the last axis. Sizes that are zero or not finite are left out; NaN if
+    fewer than two remain.
     """
-    (places,) = np.nonzero((sizes > 0) & (sizes < np.inf))
-    if len(places) < 2:
-        return None
-    distances = places - np.mean(places)
-    logs = np.log(np.asarray(sizes, np.float64)[places])
-    return float(distances @ logs / (distances @ distances))
+    is_size = (sizes > 0) & (sizes < np.inf)
+    logs = np.log(np.where(is_size, sizes, 1.0), dtype=np.float64)
+    count = np.sum(is_size, axis=-1, keepdims=True)
+    places = np.arange(sizes.shape[-1]) * is_size
+    mean = np.sum(places, axis=-1, keepdims=True) / np.maximum(count, 1)
+    distances = np.where(is_size, places - mean, 0.0)
+    squares = np.sum(distances**2, axis=-1)
+    squares = np.where(squares > 0, squares, np.nan)
+    return np.sum(distances * logs, axis=-1) / squares
 
 
 def _of_a_step(told: dict[str, Array]) -> Monitors:

@@ -22,7 +22,6 @@ from jaxtyping import Array
 from loka_jax.dispatch.review import LEAST_STEPS
 from loka_jax.nn import by_path
 from loka_jax.probe import monitors
-from loka_jax.probe.live_errors import LiveErrors
 from loka_jax.probe.monitors import FIELDS
 from loka_jax.probe.site import errors_of
 from loka_jax.quality import MEASURES
@@ -74,14 +73,29 @@ THRESHOLDS = Thresholds()
 
 
 class Seen(NamedTuple):
-    """What the observed steps say of a site; the ratio is None if it has no noise."""
+    """What the observed steps say of a site, by the fields of `probe.monitors`.
 
-    history: np.ndarray  # [steps, fields], as `probe.monitors` has it
+    Attributes:
+        steps: their number, of the newest ones.
+        newest: of the last one.
+        lower: the lower values of the last two.
+        usual: the medians.
+        growth: slope of log `out_rms`, one a step; NaN if it is not known.
+        recent_growth: over the last `Thresholds.recent` steps.
+        gradient_to_noise: None if the site has no noise.
+    """
+
+    steps: int
+    newest: list[float]
+    lower: list[float]
+    usual: list[float]
+    growth: float
+    recent_growth: float
     gradient_to_noise: float | None = None
 
     def line(self) -> dict[str, float]:
         """Returns the numbers of the newest step by name."""
-        told = monitors.read(self.history)
+        told = monitors.named(self.newest, self.growth)
         if self.gradient_to_noise is not None:
             told["gradient_to_noise"] = self.gradient_to_noise
         return told
@@ -130,15 +144,40 @@ def seen_by(run: Run, state: TrainState) -> dict[str, Seen]:
     if not errors:
         return {}
     recipes = {site.path: site.plan.choice.recipe for site in run.sites}
-    histories, noises = jax.device_get(_read([*errors.values()]))
+    own = [(x.monitors, x.sums) for x in errors.values()]
+    histories, noises = jax.device_get(_read(own))
     names = [own for path, x in errors.items() for own in _each(path, x.steps.shape)]
-    seen = {}
-    for name, history, noise in zip(names, histories, noises, strict=True):
-        if history[-1, 0] > 0:  # observed
-            recipe = recipes.get(name.partition("[")[0])
-            ratio = gradient_to_noise(noise, run.config.probe.recipes, recipe)
-            seen[name] = Seen(history, ratio)
-    return seen
+    found = {}
+    for i, seen in seen_in(histories).items():
+        recipe = recipes.get(names[i].partition("[")[0])
+        ratio = gradient_to_noise(noises[i], run.config.probe.recipes, recipe)
+        found[names[i]] = seen._replace(gradient_to_noise=ratio)
+    return found
+
+
+def seen_in(histories: np.ndarray, recent: int = THRESHOLDS.recent) -> dict[int, Seen]:
+    """Returns what monitors say of sites that were observed, by index.
+
+    Args:
+        histories: [sites, steps, fields], as `probe.monitors` has each.
+    """
+    counts = np.sum(histories[:, :, 0] > 0, axis=1)
+    found = {}
+    for count in {*counts.tolist()} - {0}:  # most sites are observed in the same steps
+        (places,) = np.nonzero(counts == count)
+        rows = histories[places, -count:]
+        some = np.sort(rows[:, :: max(count // _FOR_MEDIAN, 1)], axis=1)
+        sizes = rows[:, :, FIELDS.index("out_rms")]
+        columns = (
+            rows[:, -1],
+            np.min(rows[:, -2:], axis=1),
+            some[:, (some.shape[1] - 1) // 2],
+            monitors.growth_of(sizes),
+            monitors.growth_of(sizes[:, -recent:]),
+        )
+        each = zip(places.tolist(), *(x.tolist() for x in columns), strict=True)
+        found |= {place: Seen(count, *numbers) for place, *numbers in each}
+    return dict(sorted(found.items()))
 
 
 def gradient_to_noise(
@@ -162,15 +201,11 @@ def beyond(site: Seen, limits: Thresholds = THRESHOLDS) -> dict[str, str]:
 
     What is not finite is left to what watches the loss.
     """
-    history = site.history[site.history[:, 0] > 0]
-    if len(history) < limits.least:
+    if site.steps < limits.least:
         return {}
-    some = np.sort(history[:: max(len(history) // _FOR_MEDIAN, 1)], axis=0)
-    both = np.min(history[-2:], axis=0).tolist(), some[(len(some) - 1) // 2].tolist()
-    numbers = dict(zip(FIELDS, map(_Numbers, *both), strict=True))
+    numbers = dict(zip(FIELDS, map(_Numbers, site.lower, site.usual), strict=True))
     found = {}
-    sizes, size = history[:, FIELDS.index("out_rms")], numbers["out_rms"]
-    slope = monitors.growth_of(sizes[-limits.recent :]) or 0.0
+    slope, size = site.recent_growth, numbers["out_rms"]
     if slope > limits.growth and size.now > limits.rise * size.usual > 0:
         times = size.now / size.usual
         found["growth"] = f"its output is {times:.3g} times its usual size, and grows"
@@ -218,13 +253,13 @@ def _each(path: str, shape: tuple[int, ...]) -> list[str]:
 
 
 @jax.jit
-def _read(errors: list[LiveErrors]) -> tuple[Array, Array]:
+def _read(own: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     """Returns the monitors of all sites, and the sums of drhs's relative L2.
 
     In one array each: the host would wait for every single one.
     """
     place = ROLES.index("drhs"), MEASURES.index("relative_l2")
-    histories = [x.monitors.reshape(-1, *x.monitors.shape[-2:]) for x in errors]
-    noises = [x.sums[..., *place, :] for x in errors]
+    histories = [history.reshape(-1, *history.shape[-2:]) for history, _ in own]
+    noises = [sums[..., *place, :] for _, sums in own]
     noises = [x.reshape(-1, *x.shape[-2:]) for x in noises]
     return jnp.concatenate(histories), jnp.concatenate(noises)

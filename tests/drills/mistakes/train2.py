@@ -42,8 +42,8 @@ MISTAKES = [
     Mistake(
         "a single outlier raises an alarm",
         f"{TRAIN}/watch/alarm.py",
-        "np.min(history[-2:], axis=0)",
-        "np.max(history[-2:], axis=0)",
+        "np.min(rows[:, -2:], axis=1)",
+        "np.max(rows[:, -2:], axis=1)",
         "unit/train/watch/alarm_test.py",
     ),
     Mistake(

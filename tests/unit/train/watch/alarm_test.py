@@ -9,7 +9,7 @@ from loka_jax.probe import live_errors, monitors
 from loka_jax.probe.monitors import FIELDS
 from loka_jax.recipe import get_recipe
 from loka_jax.train.watch import alarm
-from loka_jax.train.watch.alarm import THRESHOLDS, Alarms, Seen
+from loka_jax.train.watch.alarm import THRESHOLDS, Alarms
 
 USUAL = dict(
     uses=1.0, lhs_kurtosis=4.0, g_kurtosis=20.0, g_zeros=0.3, out_rms=1.0
@@ -28,8 +28,16 @@ def history(steps=120, **changes):
     return np.concatenate([empty, rows])[-monitors.OBSERVATIONS :]
 
 
+def seen(ratio=None, **changes):
+    """Returns what monitors say of such a site, beside others of fewer steps."""
+    few = history(steps=3)
+    found = alarm.seen_in(np.stack([few, history(**changes), 0 * few, few]))
+    assert [*found] == [0, 1, 3]
+    return found[1]._replace(gradient_to_noise=ratio)
+
+
 def beyond(ratio=None, **changes):
-    return alarm.beyond(Seen(history(**changes), ratio))
+    return alarm.beyond(seen(ratio, **changes))
 
 
 def test_usual_numbers_raise_no_alarm():
@@ -99,25 +107,25 @@ def test_sites_that_were_observed_are_seen_each_layer_of_a_stack_by_itself():
     recipe, empty = get_recipe("fp8_rowwise"), live_errors.empty_errors(1)
     sums = np.zeros_like(empty.sums)
     sums[0, 2, 0] = 9, 9, 4.5, 1  # drhs's relative L2
-    seen = dict(monitors=np.float32(history()), steps=np.float32(9), sums=sums)
-    one = empty._replace(**seen)
+    told = dict(monitors=np.float32(history()), steps=np.float32(9), sums=sums)
+    one = empty._replace(**told)
     stack = type(one)(*(np.stack([x, x]) for x in one))
     probe = {"top": {"stats": one}, "new": {"stats": empty}, "stack": {"stats": stack}}
     config = SimpleNamespace(probe=SimpleNamespace(recipes=("fp8_rowwise",)))
     plan = SimpleNamespace(choice=SimpleNamespace(recipe=recipe))
     sites = [SimpleNamespace(path="stack", plan=plan)]
     run = SimpleNamespace(sites=sites, config=config)
-    seen = alarm.seen_by(run, SimpleNamespace(probe=probe))
-    assert {*seen} == {"top", "stack[0]", "stack[1]"}
+    found = alarm.seen_by(run, SimpleNamespace(probe=probe))
+    assert {*found} == {"top", "stack[0]", "stack[1]"}
     expected = monitors.read(np.float32(history()))
-    assert seen["top"].line() == expected and "growth" in expected
-    assert seen["stack[1]"].line() == expected | {"gradient_to_noise": 2.0}
+    assert found["top"].line() == expected and "growth" in expected
+    assert found["stack[1]"].line() == expected | {"gradient_to_noise": 2.0}
     assert not alarm.seen_by(run, SimpleNamespace(probe={}))
 
 
 def test_each_monitor_of_a_site_raises_one_alarm():
-    grown = Seen(history(out_rms=1.06 ** np.arange(60), g_kurtosis=[400.0, 400.0]))
-    first = Alarms().after(9, {"a": Seen(history()), "b": grown})
+    grown = seen(out_rms=1.06 ** np.arange(60), g_kurtosis=[400.0, 400.0])
+    first = Alarms().after(9, {"a": seen(), "b": grown})
     assert [text.partition(" is ")[0] for text in first.warnings] == [
         "step 9: b: its output",
         "step 9: b: the kurtosis of its gradient",
