@@ -60,12 +60,18 @@ def chain_of(
 
 
 def warm_up(run: Run) -> tuple[TrainState, list[Batch]]:
-    """Returns the state after steps that set delayed scales, and batches to time."""
+    """Returns the state after steps that set delayed scales, and batches to time.
+
+    Batches of histories are of differing sizes: those of the most frequent are returned.
+    """
     train, size = run.splits.train, run.config.loop.batch_size
     batches = [
         jax.block_until_ready(train.batch(Position(0, i, 0), size, shuffle=True))
         for i in range(NUM_BATCHES)
     ]
+    sizes = [[x.shape for x in jax.tree.leaves(batch)] for batch in batches]
+    most = max(sizes, key=sizes.count)
+    batches = [batch for batch, own in zip(batches, sizes, strict=True) if own == most]
     state = run.init()
     for batch in batches[:3]:
         state = run.train_step()(state, batch)

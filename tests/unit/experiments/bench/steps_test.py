@@ -1,0 +1,23 @@
+"""Batches and states of steps that are timed."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+
+from experiments.bench import steps
+
+
+def test_batches_of_one_size_are_timed():
+    rows = [4, 8, 4, 4, 8, 4, 2, 4]  # of histories
+
+    def batch(position, size, *, shuffle):
+        return {"rows": jnp.zeros((rows[position.step], 3))}
+
+    run = SimpleNamespace(
+        splits=SimpleNamespace(train=SimpleNamespace(batch=batch)),
+        config=SimpleNamespace(loop=SimpleNamespace(batch_size=2)),
+        init=lambda: 0,
+        train_step=lambda: lambda state, batch: state + 1,
+    )
+    state, batches = steps.warm_up(run)
+    assert [len(batch["rows"]) for batch in batches] == [4] * 5 and state == 3
