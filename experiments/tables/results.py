@@ -85,7 +85,7 @@ DISPATCH = {
     "starts": Table(
         file="starts_wukong_m_h200",
         first="Wukong M, seconds since the process began",
-        rows="empty cache; the next; the third; in FP8 from its start = in FP8",
+        rows="empty cache; in FP8 from its start = in FP8",
         columns=numbers(
             "runs.{0}.$",
             "plan = planned_s; step 64 = step_64_s; FP8 is ready = fp8_steps_ready_s",

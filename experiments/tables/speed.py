@@ -265,15 +265,35 @@ SPEED = {
     ),
     "hstu": Table(
         file="hstu_h200",
-        first="HSTU M, training, 8 sequences of 4,096 rows",
-        rows="XLA, dense, bf16 = dense bf16; our kernels, bf16 = ours bf16; "
-        "the same, products in FP8 = ours fp8",
+        first="HSTU, training, sequences of 4,096 rows",
+        rows="M, 8 of them, XLA, dense, bf16 = m | dense bf16; "
+        "our kernels, bf16 = m | ours bf16; "
+        "the same, products in FP8 = m | ours fp8; "
+        "L, 4 of them, our kernels, bf16 = l | ours bf16; "
+        "the same, products in FP8  = l | ours fp8",
         columns=numbers(
-            "rows.case=m,arm={0}.$", "samples a second = samples_per_s; us = us"
+            "rows.case={0},arm={1}.$", "samples a second = samples_per_s; us = us"
         )
         | {
-            "share of the bf16 peak": percent("rows.case=m,arm={0}.mfu"),
-            "memory, GB": number("rows.case=m,arm={0}.memory_bytes", 1, 1e9),
+            "share of the bf16 peak": percent("rows.case={0},arm={1}.mfu"),
+            "memory, GB": number("rows.case={0},arm={1}.memory_bytes", 1, 1e9),
+        },
+    ),
+    "jagged_softmax": Table(
+        file="jagged_softmax_h200",
+        first="rows of sequences, heads of",
+        rows="8 of 4,096, 128, forward = m | forward; both ways = m | both; "
+        "128 of 256, 128, forward = t256 | forward; both ways  = t256 | both; "
+        "64 of up to 512, 64, forward = h64_log_normal | forward; "
+        "both ways   = h64_log_normal | both",
+        columns=numbers(
+            "rows.case={0}.forms.$ {1}.us",
+            "XLA, in blocks, us = xla jagged; cuDNN, padded = cudnn; kernel = pallas",
+        )
+        | {
+            "over cuDNN": times(
+                "rows.case={0}.forms.cudnn {1}.us", "rows.case={0}.forms.pallas {1}.us"
+            )
         },
     ),
     "embedding_update": Table(
