@@ -62,7 +62,7 @@ def chain_of(
 def warm_up(run: Run) -> tuple[TrainState, list[Batch]]:
     """Returns the state after steps that set delayed scales, and batches to time.
 
-    Batches of histories are of differing sizes: those of the most frequent are returned.
+    Of batches of histories, whose sizes differ, they are those of the most frequent.
     """
     train, size = run.splits.train, run.config.loop.batch_size
     batches = [

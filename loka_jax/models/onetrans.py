@@ -94,13 +94,11 @@ class OneTransLayer(ModelPart, kw_only=True):
     def _mixed(self, name: str, features: int, x: Mixed) -> Mixed:
         """Returns products with a weight of all rows, and one of each token."""
         rows, tokens = x
-        own = [
-            self._dense(f"{name}_{token}", features)(tokens[:, token])
-            for token in range(tokens.shape[1])
-        ]
+        name_of_own = f"{name}_tokens"
+        own = nn.EachDense(features, self.recipe, self.bias, name=name_of_own)(tokens)
         if not len(rows):
-            return jnp.zeros((0, features), rows.dtype), jnp.stack(own, axis=1)
-        return self._dense(name, features)(rows), jnp.stack(own, axis=1)
+            return jnp.zeros((0, features), rows.dtype), own
+        return self._dense(name, features)(rows), own
 
     @linen.nowrap
     def _dense(self, name: str, features: int) -> nn.Dense:

@@ -1,7 +1,7 @@
-"""Interactions among the embeddings of an example, without a flat vector of them.
+"""Products of the embeddings of an example, without a flat vector of them.
 
-B is the batch, n the number of embeddings, d their dimension. Their products are within
-each example: sites without a choice, see `nn.batched`.
+B is the batch, n the number of embeddings, d their dimension. The products are within
+each example, or one for each embedding: sites without a choice, see `nn.batched`.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from loka_jax.nn.batched import BatchedSite
 from loka_jax.nn.context import current
-from loka_jax.nn.dense import default_kernel_init
+from loka_jax.nn.dense import default_kernel_init, product
 from loka_jax.nn.norm_dense import NormParameters
 from loka_jax.normed import NormVectors
 from loka_jax.ops import fm_lcb as ops
@@ -42,6 +42,32 @@ class Compress(linen.Module):
         kernel = self.param("kernel", self.kernel_init, shape, jnp.float32)
         site = BatchedSite(self.recipe, name="compress")
         return _compressed(site, x, kernel)
+
+
+class EachDense(linen.Module):
+    """A dense layer for each embedding, `y_i = x_i W_i + b_i`, as one batched product.
+
+    It runs in the dtype of x. The weights are float32, `kernel` (n, d, features) and
+    `bias` (n, features).
+    """
+
+    features: int
+    recipe: str | Recipe = "fp8_tensorwise"
+    use_bias: bool = True
+    kernel_init: Callable = linen.initializers.lecun_normal(batch_axis=(0,))
+    bias_init: Callable = linen.initializers.zeros_init()
+
+    @linen.compact
+    def __call__(self, x: Float[Array, "B n d"]) -> Float[Array, "B n f"]:
+        """Returns y."""
+        (_, n, d), features = x.shape, self.features
+        kernel = self.param("kernel", self.kernel_init, (n, d, features), jnp.float32)
+        dims = ((2,), (1,)), ((1,), (0,))
+        out = product(self, x, kernel.astype(x.dtype), dims).swapaxes(0, 1)
+        if not self.use_bias:
+            return out
+        bias = self.param("bias", self.bias_init, (n, features), jnp.float32)
+        return (out.astype(jnp.float32) + bias[None]).astype(out.dtype)
 
 
 class FmLcb(linen.Module):

@@ -48,8 +48,12 @@ def mixed(x, params, name):
     """Returns products of rows by one weight, of the last L by one of their own."""
     rows = x[:-L]
     parts = [dense(rows, params[name])] if len(rows) else []
-    own = [dense(x[i - L], params[f"{name}_{i}"])[None] for i in range(L)]
-    return np.concatenate([*parts, *own])
+    return np.concatenate([*parts, each_dense(x[-L:], params[f"{name}_tokens"])])
+
+
+def each_dense(x, params):
+    """Returns the product of each of L tokens by its own weight."""
+    return np.einsum("lk,lkf->lf", x, params["kernel"]) + params["bias"]
 
 
 def mixed_norm(x, params, name):
@@ -68,7 +72,7 @@ def layer(model, x, params, kept):
 
     h = before("attention_norm", x)
     going_on = len(x) - min(kept, len(x) - L) - L
-    own = [dense(h[i - L], params[f"qkv_{i}"]) for i in range(L)]
+    own = each_dense(h[-L:], params["qkv_tokens"])
     rows = h[:-L] @ np.zeros((D, 3 * D))
     if "qkv" in params:
         rows = dense(h[:-L], params["qkv"])
@@ -142,12 +146,12 @@ def test_fog_keeps_the_sites():
 def test_every_product_is_a_site():
     sites = listed(MODEL.clone(recipe="fp8_rowwise", dim=64), *inputs())
     mixed = ("qkv", "out", "ffn_in", "ffn_out")
-    own = {f"{x}_{token}" for x in mixed for token in range(L)}
-    expected = {f"layer_{i}/{x}" for i in range(2) for x in own}
+    expected = {f"layer_{i}/{x}_tokens" for i in range(2) for x in mixed}
     # Of the last layer only the tokens go on.
     expected |= {f"layer_0/{x}" for x in mixed} | {"layer_1/kv"}
     expected |= {f"layer_{i}/{x}" for i in range(2) for x in ("scores", "values")}
     others = {"item_mlp/dense_0", "item_mlp/dense_1", "tokens/dense_0"}
     assert set(sites) == expected | others | {"head_mlp/dense_0", "head"}
     assert sites["head"].recipe == "f32"
-    assert "a batched product" in str(sites["layer_0/scores"].why_not)
+    for name in ("scores", "qkv_tokens"):
+        assert "a batched product" in str(sites[f"layer_0/{name}"].why_not)
