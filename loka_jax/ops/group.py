@@ -108,7 +108,6 @@ def run_group(
     head: Float[Array, "n"] | None = None,
     words: UInt32[Array, "l 2"] | None = None,
     *,
-    axis_names: tuple[str, ...] = (),
     implementation: triton.Implementation | None = None,
 ) -> tuple[Float[Array, "..."], ...]:
     """Returns the outputs in bfloat16, before them the dots of a head if there is one.
@@ -125,7 +124,6 @@ def run_group(
         states: of the members, for recipes with delayed scaling, else None.
         head: float32 weights; the dots are float32, of values that were not rounded.
         words: random bits of each layer, to drop activations; None to drop none.
-        axis_names: mesh axes over which rows are spread, under `shard_map`.
         implementation: of the tails: "triton" requires its kernels; "xla"; None is
             Triton if it is installed and the GPU is a Hopper, else XLA.
 
@@ -143,7 +141,7 @@ def run_group(
     refusals = itertools.starmap(tails.why_not, sorted(shapes))
     refusal = next(filter(None, refusals), None)
     provider = triton.chosen(implementation, refusal, *families(group))
-    run = _Run(group, tuple(plans), axis_names, provider)
+    run = _Run(group, tuple(plans), provider)
     arrays, tree = jax.tree.flatten((inputs, layers, head))
     operands = jax.tree.unflatten(tree, equally_varying(*arrays))
     return _run(run, *operands, tuple(states), words)
@@ -154,7 +152,6 @@ class _Run(NamedTuple):
 
     group: Group
     plans: tuple[KernelPlan, ...]
-    axis_names: tuple[str, ...]
     implementation: triton.Implementation
 
     @property
@@ -168,7 +165,7 @@ class _Run(NamedTuple):
 
     def sites(self, states) -> list[list[tuple[GroupSite, ...]]]:
         """Returns the sites of each layer, nested as its members."""
-        sites = iter(sites_of(self.plans, states, self.axis_names))
+        sites = iter(sites_of(self.plans, states))
         return [
             [tuple(next(sites) for _ in own) for own in layer.members]
             for layer in self.group.layers
@@ -253,7 +250,7 @@ def _backward(run: _Run, residuals, results):
         _leave(group, value, d[value], given.get(value), parts)
         for value, parts in enumerate(types.value)
     )
-    after = next_states(run.plans, states, amaxes, run.axis_names)
+    after = next_states(run.plans, states, amaxes)
     return dinputs, tuple(reversed(gradients)), dhead, after, None
 
 

@@ -234,16 +234,14 @@ def weight(tails: Tails, site: GroupSite, kernel: Array, *, keep: bool) -> Writt
 
 
 def sites_of(
-    plans: Sequence[KernelPlan],
-    states: Sequence[DelayedScaling | None],
-    axis_names: tuple[str, ...],
+    plans: Sequence[KernelPlan], states: Sequence[DelayedScaling | None]
 ) -> list[GroupSite]:
     """Returns the sites of plans with their states."""
     scales: list[tuple[Scale, ...]] = [()] * len(plans)
     for joint in _joint_states(plans, states):
         for i, of_site in joint.scales():
             scales[i] = of_site
-    products = [Products.of(plan, axis_names) for plan in plans]
+    products = map(Products.of, plans)
     return [GroupSite(*each) for each in zip(products, scales, strict=True)]
 
 
@@ -254,7 +252,6 @@ def next_states(
     plans: Sequence[KernelPlan],
     states: Sequence[DelayedScaling | None],
     amaxes: Sequence[_Amaxes],
-    axis_names: tuple[str, ...],
 ) -> tuple[DelayedScaling | None, ...]:
     """Returns the gradients of the states.
 
@@ -262,11 +259,10 @@ def next_states(
         plans, states: of the sites.
         amaxes: of parts of the operands (lhs, rhs, g) of each site, None where not
             measured.
-        axis_names: mesh axes over which rows are spread.
     """
     gradients: list[DelayedScaling | None] = [None] * len(plans)
     for joint in _joint_states(plans, states):
-        products = Products.of(plans[joint.sites[0]], axis_names)
+        products = Products.of(plans[joint.sites[0]])
         parts = [x for i in joint.sites for x in amaxes[i]]
         tables = products.tables_after(joint.tables, parts)
         for i, table in zip(joint.sites, tables, strict=True):
