@@ -12,7 +12,7 @@ from loka_jax import triton
 from loka_jax.group import Dense, Group, Member
 from loka_jax.nn.context import current
 from loka_jax.ops.device import local_device
-from loka_jax.ops.group import run_group, why_not
+from loka_jax.ops.group import why_not
 from loka_jax.ops.group_sites import LayerArrays
 from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.recipe import Recipe
@@ -37,7 +37,7 @@ class Within(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The variables of some layers of a group, see `ops.group.run_group`."""
+    """The variables of some layers of a group, in the order of `run_group`."""
 
     layers: tuple[tuple[LayerArrays, ...], ...]
     states: tuple[Any, ...]
@@ -140,19 +140,6 @@ def without_fp8_dlhs(plan: KernelPlan) -> KernelPlan:
     name = f"{parts[0]}/bf16/{parts[-1]}"
     choice = Choice("group", dataclasses.replace(recipe, name=name, dlhs=None))
     return resolve(plan.spec, choice, plan.device)
-
-
-def run_joined(
-    group: Group,
-    plans: tuple[KernelPlan, ...],
-    inputs: tuple[tuple[jax.Array, ...], ...],
-    part: Part,
-    head: jax.Array | None = None,
-    *,
-    words: jax.Array | None = None,
-) -> tuple[jax.Array, ...]:
-    """Returns the outputs of a group, after the dots of a head if there is one."""
-    return run_group(group, plans, inputs, part.layers, part.states, head, words)
 
 
 def dropout_words(module: linen.Module, group: Group) -> jax.Array:

@@ -23,17 +23,11 @@ from loka_jax.nn.dense import (
     planned,
     run_planned,
 )
-from loka_jax.nn.group import (
-    Part,
-    Within,
-    dropout_words,
-    group_plans,
-    joined,
-    run_joined,
-)
+from loka_jax.nn.group import Part, Within, dropout_words, group_plans, joined
 from loka_jax.nn.mlp import Mlp
 from loka_jax.nn.norms import check_choice
 from loka_jax.nn.sites import announce
+from loka_jax.ops.group import run_group
 from loka_jax.ops.group_sites import LayerArrays
 from loka_jax.ops.interaction import join_features, padded
 from loka_jax.ops.plan import KernelPlan
@@ -92,7 +86,7 @@ class CrossNet(linen.Module):
         plans = joined(own, self.plans(parts, own)) if self.num_layers else None
         if plans is None:
             return self._layer_by_layer(x0, group)
-        (out,) = run_joined(own, plans, (parts,), self._variables(group, plans))
+        (out,) = run_group(own, plans, (parts,), *self._variables(group, plans))
         return out.astype(parts[0].dtype)
 
     @linen.nowrap
@@ -238,7 +232,7 @@ class CrossDeep(linen.Module):
         part = Part((*first.layers, *second.layers), (*first.states, *second.states))
         drops = train and self.deep.dropout_rate > 0
         words = dropout_words(self, group) if drops else None
-        run = functools.partial(run_joined, group, plans, (parts,), part, words=words)
+        run = functools.partial(run_group, group, plans, (parts,), *part, words=words)
         if group.head is None:
             return self.head(run())
         return self.head(group, run)

@@ -20,7 +20,6 @@ from loka_jax.nn.group import (
     Within,
     dropout_words,
     group_plans,
-    run_joined,
     without_fp8_dlhs,
 )
 from loka_jax.nn.norm_dense import NormDense, NormParameters
@@ -32,6 +31,7 @@ from loka_jax.nn.norms import (
     normalize,
 )
 from loka_jax.normed import Epilogue, NormVectors
+from loka_jax.ops.group import run_group
 from loka_jax.ops.group_sites import LayerArrays
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Activations
@@ -184,7 +184,7 @@ class Mlp(linen.Module):
                     norm = LayerArrays((), None, *self.input_norm(x.shape[1]))
                     part = part._replace(layers=((norm,), *part.layers))
                 words = dropout_words(self, one) if drops else None
-                (out,) = run_joined(one, own, ((out,),), part, words=words)
+                (out,) = run_group(one, own, ((out,),), *part, words=words)
             elif i not in apart:
                 out = self._site(i, plan, group)(out)
                 if drops:

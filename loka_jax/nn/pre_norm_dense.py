@@ -11,10 +11,11 @@ from loka_jax import group as groups
 from loka_jax import xla
 from loka_jax.group import Group, Member
 from loka_jax.nn.dense import Dense, dense_parameters, site_product, with_state
-from loka_jax.nn.group import Part, group_plans, joined, run_joined
+from loka_jax.nn.group import group_plans, joined
 from loka_jax.nn.norm_dense import NormParameters
 from loka_jax.nn.sites import announce
 from loka_jax.normed import NO_VECTORS, Epilogue, NormVectors
+from loka_jax.ops.group import run_group
 from loka_jax.ops.group_sites import LayerArrays
 from loka_jax.site import Provider, SiteSpec
 
@@ -63,8 +64,9 @@ class PreNormDense(Dense):
         layers: Any = ((LayerArrays((kernel,), bias),),)
         if self.norm is not None:
             layers = ((LayerArrays((), *vectors),), *layers)
-        part = Part(layers, (with_state(self, plans[0], kernel)[1],))
-        (y,) = run_joined(group, plans, (x,) if r is None else (x, (r,)), part)
+        states = (with_state(self, plans[0], kernel)[1],)
+        read = (x,) if r is None else (x, (r,))
+        (y,) = run_group(group, plans, read, layers, states)
         return y.reshape(shape)
 
     def _apart(

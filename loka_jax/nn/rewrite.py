@@ -21,19 +21,13 @@ from loka_jax.nn.explicit_axes import run_in_auto
 from loka_jax.nn.found_groups import Together, groups_of, why_in_no_group
 from loka_jax.nn.found_layers import Layer, Network
 from loka_jax.nn.found_pairs import FoundPairs
-from loka_jax.nn.group import (
-    GroupPlan,
-    Part,
-    plans_in_group,
-    run_joined,
-    without_fp8_dlhs,
-)
+from loka_jax.nn.group import GroupPlan, plans_in_group, without_fp8_dlhs
 from loka_jax.nn.host import Host, Key, Made
 from loka_jax.nn.products import Product
 from loka_jax.nn.program import Program, Step, Value
 from loka_jax.nn.sites import announce
 from loka_jax.ops.device import local_device
-from loka_jax.ops.group import why_not
+from loka_jax.ops.group import run_group, why_not
 from loka_jax.ops.group_sites import LayerArrays
 from loka_jax.ops.interaction import dot_features, why_not_by_kernel
 from loka_jax.ops.plan import KernelPlan, resolve
@@ -333,8 +327,8 @@ class _Run:
         inputs = tuple(
             (self.value(x).reshape(group.rows, -1),) for x in together.inputs
         )
-        part = Part(tuple(layers), tuple(states))
-        outs = run_joined(group, plans, inputs, part, words=self._words(together))
+        words = self._words(together)
+        outs = run_group(group, plans, inputs, tuple(layers), states, words=words)
         of_number = dict(zip(group.outputs, outs, strict=True))
         for value, number in together.outputs:
             out = of_number[number].reshape(value.shape)

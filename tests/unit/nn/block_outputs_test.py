@@ -80,7 +80,7 @@ def test_outputs_are_seen_only_if_asked_for():
 
 
 def test_networks_that_run_as_one_operation_are_blocks_all_the_same(monkeypatch):
-    calls = record_calls(monkeypatch, (interaction, "run_joined"))
+    calls = record_calls(monkeypatch, (interaction, "run_group"))
     model = Dcnv2(bottom_mlp=(8,), deep_mlp=(32,), recipe="bf16")
     args = support.normal(32, 16), support.normal(32, 5, 8)
     grouped = model.clone(implementation="group")

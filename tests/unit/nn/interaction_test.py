@@ -8,7 +8,7 @@ import pytest
 
 from loka_jax import nn
 from loka_jax.models import Dcnv2
-from loka_jax.nn import group as groups
+from loka_jax.nn import interaction, mlp
 from tests import support
 from tests.support.nn import (
     DELAYED,
@@ -47,7 +47,7 @@ def test_a_cross_net_refuses_features_of_three_dims():
 
 @pytest.fixture
 def calls(monkeypatch):
-    return record_calls(monkeypatch, (groups, "run_group"))
+    return record_calls(monkeypatch, *((x, "run_group") for x in (interaction, mlp)))
 
 
 def count_calls(calls, module, *args, rngs=None, **options):
@@ -154,11 +154,11 @@ def test_as_one_operation_networks_have_the_variables_and_sites_of_their_layers(
 def test_the_head_of_one_operation_adds_the_dots_the_product_and_the_bias(monkeypatch):
     seen, dots, y = [], rounded(32), rounded(32, 16, seed=1)
 
-    def run_group(*args):
+    def run_group(*args, words):
         seen.append(args[5])
         return jnp.asarray(dots), jnp.asarray(y)
 
-    monkeypatch.setattr(groups, "run_group", run_group)
+    monkeypatch.setattr(interaction, "run_group", run_group)
     variables = initialized(DCNV2, *FEATURES)
     logits = jax.jit(lambda *args: (DCNV2.apply(*args), seen[-1]))
     found, weights = logits(variables, *FEATURES)
