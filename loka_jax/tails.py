@@ -100,8 +100,9 @@ class Forms:
 
     Attributes:
         bf16: in bfloat16.
-        fp8: in this FP8 format, under a scale that the caller passes in; None for no
-            such form. Values beyond the scale saturate, NaN stays NaN.
+        fp8: in this FP8 format; None for no such form. Values beyond the scale
+            saturate, NaN stays NaN.
+        scale_inv: the scale of the FP8 form; None without one.
         transposed: the FP8 form's transpose too.
         amax: the largest magnitude before the cast, for delayed scaling.
         shape: rows and columns of the matrix, where operands were padded; None if none
@@ -112,6 +113,7 @@ class Forms:
 
     bf16: bool = True
     fp8: DTypeLike | None = None
+    scale_inv: Scale | None = None
     transposed: bool = False
     amax: bool = False
     shape: tuple[int, int] | None = None
@@ -236,7 +238,6 @@ class Tails(Protocol):
         *,
         epilogue: Epilogue,
         want: Forms,
-        y_scale_inv: Scale | None = None,
         xhat: DTypeLike | None = E4M3,
     ) -> NormTail:
         """Returns what follows a product, its first summand, and residuals."""
@@ -251,7 +252,6 @@ class Tails(Protocol):
         *,
         epilogue: Epilogue,
         want: Forms,
-        dz_scale_inv: Scale | None = None,
     ) -> NormTailGradients:
         """Returns the gradients of z and the vectors."""
         ...
@@ -264,7 +264,6 @@ class Tails(Protocol):
         head: Float[Array, "n"] | None = None,
         *,
         want: Forms,
-        y_scale_inv: Scale | None = None,
         has_row_sum: bool = False,
     ) -> CrossTail:
         """Returns `x0 * (z_1 + ... + z_p + bias)`."""
@@ -283,11 +282,6 @@ class Tails(Protocol):
         """Returns the gradient of each part of x0, and of a head."""
         ...
 
-    def joined_cast(
-        self,
-        *parts: Float[Array, "m _"],
-        want: Forms,
-        scale_inv: Scale | None = None,
-    ) -> Written:
+    def joined_cast(self, *parts: Float[Array, "m _"], want: Forms) -> Written:
         """Returns the columns of all parts, then zeros."""
         ...

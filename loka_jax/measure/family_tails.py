@@ -1,5 +1,6 @@
 """What the tails of products are checked on: Triton's against XLA's, either way."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -23,7 +24,7 @@ from loka_jax.measure.check_families import (
     vector,
 )
 from loka_jax.normed import NO_VECTORS, Epilogue, NormVectors
-from loka_jax.tails import Dropout, Forms, Scaled
+from loka_jax.tails import Dropout, Forms, Scale, Scaled
 from loka_jax.triton import tails
 
 # Terms of sums over rows are rounded to bfloat16, by 2^-9 of each; a term may be
@@ -54,8 +55,6 @@ def _norm_tails_of(epilogue: Epilogue) -> list[Case]:
         vectors = NO_VECTORS
     words = jnp.asarray(np.array([0x12345678, 0x9ABCDEF0], np.uint32))
     dropout = Dropout(words, 0.25) if epilogue.norm == "none" else None
-    forward = dict(epilogue=epilogue, want=_FORWARD)
-    backward = dict(epilogue=epilogue, want=_BACKWARD)
 
     def draw():
         r = Scaled(jnp.asarray(uneven(*SHAPE, seed=1)))
@@ -63,18 +62,22 @@ def _norm_tails_of(epilogue: Epilogue) -> list[Case]:
 
     def draw_backward():
         *operands, scale = draw()
-        run = functools.partial(xla.norm_tail, y_scale_inv=scale, **forward)
-        residuals = jax.jit(run)(*operands).residuals
+        how = dict(epilogue=epilogue, want=_under(scale, _FORWARD))
+        residuals = jax.jit(functools.partial(xla.norm_tail, **how))(
+            *operands
+        ).residuals
         d = [Scaled(jnp.asarray(normal(*SHAPE, seed=i, dtype=BF16))) for i in (4, 5)]
         return d, residuals, vectors, dropout, scale
 
     def run(provider, *operands):
         *operands, scale = operands
-        return provider.norm_tail(*operands, y_scale_inv=scale, **forward)
+        how = dict(epilogue=epilogue, want=_under(scale, _FORWARD))
+        return provider.norm_tail(*operands, **how)
 
     def run_backward(provider, *operands):
         *operands, scale = operands
-        return provider.norm_tail_backward(*operands, dz_scale_inv=scale, **backward)
+        how = dict(epilogue=epilogue, want=_under(scale, _BACKWARD))
+        return provider.norm_tail_backward(*operands, **how)
 
     what = f"{epilogue.norm} norm and {epilogue.activation}"
     return [
@@ -85,6 +88,11 @@ def _norm_tails_of(epilogue: Epilogue) -> list[Case]:
     ]
 
 
+def _under(scale: Scale, want: Forms) -> Forms:
+    """Returns forms under a scale."""
+    return dataclasses.replace(want, scale_inv=scale)
+
+
 def cross_tails() -> list[Case]:
     """Returns the cases of cross layers, beside a head too, and of their end."""
 
@@ -92,9 +100,8 @@ def cross_tails() -> list[Case]:
         return lambda: ([make(0), make(1)], make(9), rest, scale_in_vector())
 
     def run(provider, summands, x0, rest, scale, *, want, **how):
-        scale = None if want.fp8 is None else scale
-        how |= dict(want=want, y_scale_inv=scale)
-        return provider.cross_tail(summands, x0, **rest, **how)
+        want = want if want.fp8 is None else _under(scale, want)
+        return provider.cross_tail(summands, x0, **rest, want=want, **how)
 
     def behind_a_head():
         return [outer(20), product(0)], in_fp8(9), {}, scale_in_vector()
@@ -140,6 +147,6 @@ def joined_casts() -> list[Case]:
         return *parts, scale_in_vector()
 
     def run(provider, first, second, scale):
-        return provider.joined_cast(first, second, want=_FORWARD, scale_inv=scale)
+        return provider.joined_cast(first, second, want=_under(scale, _FORWARD))
 
     return [by_both("joined features", draw, run, tails)]

@@ -180,7 +180,7 @@ def _run(run: _Run, inputs, layers, head, states, words):
 def _forward(run: _Run, inputs, layers, head, states, words, *, keep: bool = True):
     group, sites = run.group, run.sites(states)
     reads = [_reads(run, sites, v, keep=keep) for v in range(_count(group))]
-    values = [_enter(run, parts, reads[v]) for v, parts in enumerate(inputs)]
+    values = [_enter(run, parts, reads[v].want) for v, parts in enumerate(inputs)]
     all_kept, dots, seen = [], None, set()
     for layer, own, arrays in zip(group.layers, sites, layers, strict=True):
         x, value = values[layer.reads], len(values)
@@ -193,7 +193,6 @@ def _forward(run: _Run, inputs, layers, head, states, words, *, keep: bool = Tru
             out, kept = group_cross.propagate(
                 *(run.tails, own, x, arrays),
                 want=reads[value].want,
-                scale_inv=reads[value].scale_inv,
                 head=head if group.head == value else None,
                 keep=keep,
             )
@@ -201,9 +200,8 @@ def _forward(run: _Run, inputs, layers, head, states, words, *, keep: bool = Tru
         else:
             residual = None if layer.residual is None else values[layer.residual]
             dropout = _dropout(group, value, words)
-            of_step = layer, own, run.shape(value), dropout, reads[value]
-            step = DenseStep(run.tails, *of_step)
-            y, kept = step.forward(x, residual, arrays[0], keep=keep)
+            step = DenseStep(run.tails, layer, own, run.shape(value), dropout)
+            y, kept = step.forward(x, residual, arrays[0], reads[value], keep=keep)
         values.append(y)
         all_kept.append(kept)
     outputs = tuple(_output(values[v], reads[v].want) for v in group.outputs)
@@ -287,28 +285,25 @@ def _reads(run: _Run, sites, value: int, *, keep: bool) -> Read:
         if layer.reads == value and own
     ]
     each = [site.forms("lhs", keep=keep) for site in reading]
+    in_fp8 = next((form for form in each if form.fp8 is not None), Forms())
     want = Forms(
         bf16=group.is_returned(value) or any(form.bf16 for form in each),
-        fp8=next((form.fp8 for form in each if form.fp8 is not None), None),
+        fp8=in_fp8.fp8,
+        scale_inv=in_fp8.scale_inv,
         transposed=any(form.transposed for form in each),
         amax=any(form.amax for form in each),
         shape=run.shape(value),
         padded=bool(each),
     )
-    first = reading[0] if reading else None
-    scale_inv = None if first is None else first.scale_inv("lhs", want)
-    return Read(want, scale_inv, first)
+    return Read(want, reading[0] if reading else None)
 
 
-def _enter(run: _Run, parts: tuple[Array, ...], read: Read) -> Written:
+def _enter(run: _Run, parts: tuple[Array, ...], want: Forms) -> Written:
     """Returns an input in the forms that are read."""
     first, *others = parts
     if others:
-        return run.tails.joined_cast(
-            first, *others, want=read.want, scale_inv=read.scale_inv
-        )
-    x = Scaled(first.astype(jnp.bfloat16))
-    return cast(run.tails, x, read.want, read.scale_inv)
+        return run.tails.joined_cast(first, *others, want=want)
+    return cast(run.tails, Scaled(first.astype(jnp.bfloat16)), want)
 
 
 def _output(y: Written, want: Forms) -> Array:

@@ -30,7 +30,6 @@ from loka_jax.tails import (
     CrossTail,
     Forms,
     Outer,
-    Scale,
     Scaled,
     Tails,
     Written,
@@ -62,7 +61,6 @@ def propagate(
     layers: Sequence[LayerArrays],
     *,
     want: Forms,
-    scale_inv: Scale | None,
     head: Float[Array, "n"] | None,
     keep: bool,
 ) -> tuple[CrossTail, KeptCross]:
@@ -72,7 +70,7 @@ def propagate(
         sites: of each layer.
         x: the features of the first layer, as its product reads them.
         layers: the parameters.
-        want, scale_inv: the forms of the result, and the scale of the FP8 form.
+        want: the forms of the result.
         head: weights of which to return the dots, too; None for none.
         keep: for the backward pass, too.
     """
@@ -87,9 +85,8 @@ def propagate(
         bias = bias if layer.bias is None else bias + layer.bias
         if i + 1 < len(sites):
             forms = sites[i + 1][0].forms("lhs", keep=keep)
-            scale = sites[i + 1][0].scale_inv("lhs", forms)
-            x = tails.cross_tail(all_z, x0, bias, want=forms, y_scale_inv=scale).y
-    out = tails.cross_tail(all_z, x0, bias, head, want=want, y_scale_inv=scale_inv)
+            x = tails.cross_tail(all_z, x0, bias, want=forms).y
+    out = tails.cross_tail(all_z, x0, bias, head, want=want)
     return out, KeptCross(x0, tuple(all_lhs), tuple(all_rhs), tuple(all_z))
 
 
@@ -117,11 +114,9 @@ def _products(
     operands = [x]
     for site, following, rhs in zip(own, own[1:], weights, strict=False):
         want = following.forms("lhs", keep=keep)
-        scale_inv = following.scale_inv("lhs", want)
-        h = None if keep else site.hand_on(operands[-1], rhs, want, scale_inv)
+        h = None if keep else site.hand_on(operands[-1], rhs, want)
         if h is None:
-            product = site.multiply("fwd", operands[-1], rhs)
-            h = cast(tails, product, want, scale_inv)
+            h = cast(tails, site.multiply("fwd", operands[-1], rhs), want)
         operands.append(h)
     z = own[-1].multiply_to_fp8("fwd", operands[-1], weights[-1])
     return tuple(operands), weights, z
@@ -165,12 +160,8 @@ def pull_back(
     each = zip(sites, kept.lhs, kept.rhs, layers, strict=True)
     for own, lhs, rhs, layer in reversed([*each]):
         want = own[-1].forms("g", keep=True)
-        out = tails.cross_tail(
-            *(summands, kept.x0),
-            want=want,
-            y_scale_inv=own[-1].scale_inv("g", want),
-            has_row_sum=layer.bias is not None,
-        )
+        has_bias = layer.bias is not None
+        out = tails.cross_tail(summands, kept.x0, want=want, has_row_sum=has_bias)
         kernels, product, measured = _gradients(tails, own, lhs, rhs, out.y)
         gradients.append(LayerArrays(kernels, out.row_sum))
         amaxes = measured + amaxes
@@ -206,8 +197,7 @@ def _gradients(
         kernels.append(own[j].weight_gradient(lhs[j], g))
         amaxes.append((lhs[j].amaxes, rhs[j].amaxes, g.amaxes))
         if j:
-            want = own[j - 1].forms("g", keep=True)
             dh = own[j].multiply("dlhs", g, rhs[j])
-            g = cast(tails, dh, want, own[j - 1].scale_inv("g", want))
+            g = cast(tails, dh, own[j - 1].forms("g", keep=True))
     d = own[0].multiply_to_fp8("dlhs", g, rhs[0])
     return tuple(reversed(kernels)), d, amaxes[::-1]

@@ -42,13 +42,11 @@ class Read(NamedTuple):
     """How a value is read.
 
     Attributes:
-        want: the forms.
-        scale_inv: of the FP8 form, from earlier steps; None without one.
+        want: the forms, with the scale of the FP8 form from earlier steps.
         reader: the first site that reads it, or None.
     """
 
     want: Forms
-    scale_inv: Scale | None
     reader: GroupSite | None
 
 
@@ -83,7 +81,6 @@ class DenseStep(NamedTuple):
         sites: of its product, none of a norm alone.
         shape: of its result.
         dropout: of its result; None for none.
-        read: how its result is read, in the forward pass.
     """
 
     tails: Tails
@@ -91,7 +88,6 @@ class DenseStep(NamedTuple):
     sites: list[tuple[GroupSite, ...]]
     shape: tuple[int, int]
     dropout: Dropout | None
-    read: Read | None = None
 
     @property
     def site(self) -> GroupSite | None:
@@ -110,11 +106,20 @@ class DenseStep(NamedTuple):
         return norm.norm == norm.activation == "none" and not norm.multiplies
 
     def forward(
-        self, x: Written, residual: Written | None, arrays: LayerArrays, *, keep: bool
+        self,
+        x: Written,
+        residual: Written | None,
+        arrays: LayerArrays,
+        read: Read,
+        *,
+        keep: bool,
     ) -> tuple[Written, KeptDense]:
-        """Returns the layer's result, and what backward reads."""
-        assert self.read is not None
-        want, scale_inv, _ = self.read
+        """Returns the layer's result, and what backward reads.
+
+        Args:
+            read: how the result is read.
+        """
+        want = read.want
         vectors = NormVectors(*arrays[1:])
         site, rhs = self.site, None
         if site is None:
@@ -125,9 +130,7 @@ class DenseStep(NamedTuple):
             handed = None
             if not keep and residual is None and self._may_hand_on:
                 has_relu = self.layer.norm == _RELU
-                handed = site.hand_on(
-                    x, rhs, want, scale_inv, arrays.bias, has_relu=has_relu
-                )
+                handed = site.hand_on(x, rhs, want, arrays.bias, has_relu=has_relu)
             if handed is not None:
                 return handed, KeptDense(None, None, None)
             z = site.multiply("fwd", x, rhs)
@@ -138,7 +141,7 @@ class DenseStep(NamedTuple):
         if self.is_linear and want.fp8 is None and not want.padded:
             y, residuals = _linear_end(summands, arrays.bias, want), None
         else:
-            y, residuals = self._tail(summands, vectors, keep=keep)
+            y, residuals = self._tail(summands, vectors, read, keep=keep)
         lhs = None if site is None else x
         return y, KeptDense(lhs, rhs, residuals)
 
@@ -149,22 +152,20 @@ class DenseStep(NamedTuple):
         return norm.norm == "none" and norm.activation in ("none", "relu")
 
     def _tail(
-        self, summands: list[Scaled], vectors: NormVectors, *, keep: bool
+        self, summands: list[Scaled], vectors: NormVectors, read: Read, *, keep: bool
     ) -> tuple[Written, TailResiduals | None]:
-        assert self.read is not None
-        want, epilogue = self.read.want, self.layer.norm
+        epilogue = self.layer.norm
         keeps_y = epilogue == _RELU
         xhat = None
         if keep and not self.is_plain and not keeps_y:
             # In FP8 where the error of the gradient allows it.
-            near = self.site or self.read.reader
+            near = self.site or read.reader
             is_fp8 = near is not None and near.products.recipe.dlhs is not None
             xhat = E4M3 if is_fp8 else jnp.bfloat16
         y, residuals = self.tails.norm_tail(
             *(summands, vectors, self.dropout),
             epilogue=epilogue,
-            want=want,
-            y_scale_inv=self._scale_inv(vectors),
+            want=self._bounded(read.want, vectors),
             xhat=xhat,
         )
         if self.is_plain and not self.is_linear:
@@ -175,22 +176,22 @@ class DenseStep(NamedTuple):
             residuals = TailResiduals(kept, None)
         return y, residuals
 
-    def _scale_inv(self, vectors: NormVectors) -> Scale | None:
-        """Returns the scale of the result in FP8."""
-        assert self.read is not None
-        (want, scale_inv, _), norm = self.read, self.layer.norm
+    def _bounded(self, want: Forms, vectors: NormVectors) -> Forms:
+        """Returns the forms of the result, under its bound where a norm gives one."""
+        norm = self.layer.norm
         ends_in_norm = self.layer.residual is None or not (
             norm.adds_last or norm.multiplies
         )
         if norm.norm == "none" or want.fp8 is None or not ends_in_norm:
-            return scale_inv
+            return want
         if jnp.dtype(want.fp8) != jnp.dtype(E4M3):
-            return scale_inv
+            return want
         # A power of two, so that the next product is exact in bfloat16.
         bound = bounded_scale_inv(norm, self.shape[1], vectors.gamma, vectors.beta)
         if self.dropout is not None and not norm.acts_first:
             bound = bound / (1 - self.dropout.rate)
-        return Scale.of(fp8.power_of_two_up(bound))
+        scale_inv = Scale.of(fp8.power_of_two_up(bound))
+        return dataclasses.replace(want, scale_inv=scale_inv)
 
     def backward(
         self,
@@ -232,7 +233,6 @@ class DenseStep(NamedTuple):
         sums_first = self.layer.norm.order == "sum_norm_act" and not self.is_linear
         if self.layer.residual is not None and sums_first:
             want = dataclasses.replace(want, bf16=True)
-        scale_inv = None if self.site is None else self.site.scale_inv("g", want)
         if residuals is None and vectors.bias is not None and want.fp8 is not None:
             residuals = TailResiduals()  # the pass that casts has the sums for the bias
         if residuals is not None:
@@ -240,13 +240,12 @@ class DenseStep(NamedTuple):
                 *(d, residuals, vectors, self.dropout),
                 epilogue=self.layer.norm,
                 want=want,
-                dz_scale_inv=scale_inv,
             )
         z = d[0] if len(d) == 1 else Scaled(functools.reduce(jnp.add, map(decode, d)))
         dbias = None
         if vectors.bias is not None:
             dbias = jnp.sum(cut(decode(z), want.shape_of(z.data)), axis=0)
-        dz = cast(self.tails, z, want, scale_inv)
+        dz = cast(self.tails, z, want)
         return NormTailGradients(dz, NormVectors(dbias))
 
 

@@ -115,15 +115,12 @@ class GroupSite(NamedTuple):
         return Forms(
             bf16=len(in_fp8) < len(casts),
             fp8=next((cast.dtype for cast in in_fp8.values()), None),
+            scale_inv=self.scales[OPERANDS.index(operand)] if in_fp8 else None,
             transposed=any(_contracted(role, operand) == 0 for role in in_fp8),
             amax=keep and bool(in_fp8),
             shape=self.shape(operand),
             padded=True,
         )
-
-    def scale_inv(self, operand: Operand, want: Forms) -> Scale | None:
-        """Returns the scale of an FP8 form, from earlier steps; None without one."""
-        return None if want.fp8 is None else self.scales[OPERANDS.index(operand)]
 
     def multiply(self, role: Role, first: Written, second: Written) -> Scaled:
         """Returns the product of a role: bfloat16, of drhs float32."""
@@ -172,7 +169,6 @@ class GroupSite(NamedTuple):
         first: Written,
         second: Written,
         want: Forms,
-        scale_inv: Scale | None,
         bias: Array | None = None,
         *,
         has_relu: bool = False,
@@ -185,11 +181,10 @@ class GroupSite(NamedTuple):
         Args:
             first, second: the operands of fwd.
             want: the forms that are read.
-            scale_inv: of the FP8 form.
             bias: float32; None if absent.
             has_relu: apply relu after the bias.
         """
-        gemm = self.products.recipe.gemm("fwd")
+        gemm, scale_inv = self.products.recipe.gemm("fwd"), want.scale_inv
         if gemm is None or want.bf16 or want.fp8 is None or scale_inv is None:
             return None
         lhs, rhs = _fp8_views("fwd", first, second)
@@ -208,7 +203,7 @@ class GroupSite(NamedTuple):
         return Written(fp8=out, scale_inv=scale_inv)
 
 
-def cast(tails: Tails, x: Scaled, want: Forms, scale_inv: Scale | None) -> Written:
+def cast(tails: Tails, x: Scaled, want: Forms) -> Written:
     """Returns an operand from a product, or from a matrix in high precision."""
     shape = want.shape_of(x.data)
     is_given = not x.scales and x.data.dtype == jnp.bfloat16
@@ -221,7 +216,6 @@ def cast(tails: Tails, x: Scaled, want: Forms, scale_inv: Scale | None) -> Writt
         [x],
         epilogue=Epilogue("none"),
         want=dataclasses.replace(want, bf16=is_copied),
-        y_scale_inv=scale_inv,
         xhat=None,
     ).y
     return y._replace(bf16=x.data) if want.bf16 and is_given else y
@@ -229,8 +223,7 @@ def cast(tails: Tails, x: Scaled, want: Forms, scale_inv: Scale | None) -> Writt
 
 def weight(tails: Tails, site: GroupSite, kernel: Array, *, keep: bool) -> Written:
     """Returns the operand rhs from the float32 master weight."""
-    want = site.forms("rhs", keep=keep)
-    return cast(tails, Scaled(kernel), want, site.scale_inv("rhs", want))
+    return cast(tails, Scaled(kernel), site.forms("rhs", keep=keep))
 
 
 def sites_of(

@@ -37,7 +37,6 @@ from loka_jax.tails import (
     NormTail,
     NormTailGradients,
     Outer,
-    Scale,
     Scaled,
     TailResiduals,
     Written,
@@ -90,7 +89,6 @@ def norm_tail(
     *,
     epilogue: Epilogue,
     want: Forms,
-    y_scale_inv: Scale | None = None,
     xhat: DTypeLike | None = E4M3,
     tile: Tile | None = None,
 ) -> NormTail:
@@ -111,7 +109,7 @@ def norm_tail(
 
     tile = _tile(tile, epilogue, run.n)
     given: dict[str, Any] = dict(summands=tuple(summands), vectors=vectors)
-    given |= dict(dropout=dropout, scale_inv=y_scale_inv, mean=None, rate=None)
+    given |= dict(dropout=dropout, scale_inv=want.scale_inv, mean=None, rate=None)
     of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, dtype), epsilon=epilogue.epsilon)
     if is_apart := _is_apart(epilogue, run.n, tile):
         moments = norm_tail_kernel.norm_moments_kernel
@@ -129,7 +127,7 @@ def norm_tail(
     rstd = given["rate"] if is_apart else out.rstd
     factor = summands[1] if epilogue.multiplies else None
     residuals = TailResiduals(out.xhat, rstd, out.argument, factor) if is_kept else None
-    return NormTail(_written(out.y, y_scale_inv), residuals)
+    return NormTail(run.written(out.y), residuals)
 
 
 def norm_tail_backward(
@@ -140,7 +138,6 @@ def norm_tail_backward(
     *,
     epilogue: Epilogue,
     want: Forms,
-    dz_scale_inv: Scale | None = None,
     tile: Tile | None = None,
 ) -> NormTailGradients:
     """Returns what `xla.norm_tail_backward` does; arguments are as there.
@@ -158,7 +155,7 @@ def norm_tail_backward(
 
     sums = jax.tree.map(lambda _: _type((programs, run.n)), vectors)
     given = dict(gradients=tuple(gradients), xhat=xhat, rstd=rstd, vectors=vectors)
-    given |= dict(dropout=dropout, scale_inv=dz_scale_inv, centre=None, along=None)
+    given |= dict(dropout=dropout, scale_inv=want.scale_inv, centre=None, along=None)
     given |= dict(argument=argument, factor=factor)
     dtype = jnp.bfloat16 if xhat is None else xhat.dtype
     of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, dtype))
@@ -171,8 +168,7 @@ def norm_tail_backward(
     out = dict(dz=run.types(tile), sums=sums, residual=residual)
     out = run(kernel, tile, given, out, **of)
     of_vectors = jax.tree.map(lambda parts: jnp.sum(parts, axis=0), out.sums)
-    dz = _written(out.dz, dz_scale_inv)
-    return NormTailGradients(dz, of_vectors, out.residual)
+    return NormTailGradients(run.written(out.dz), of_vectors, out.residual)
 
 
 def cross_tail(
@@ -182,7 +178,6 @@ def cross_tail(
     head: Float[Array, "n"] | None = None,
     *,
     want: Forms,
-    y_scale_inv: Scale | None = None,
     has_row_sum: bool = False,
     tile: Tile | None = None,
 ) -> CrossTail:
@@ -201,7 +196,7 @@ def cross_tail(
     out = run(
         cross_tail_kernel.cross_tail_kernel,
         tile,
-        given | dict(scale_inv=y_scale_inv),
+        given | dict(scale_inv=want.scale_inv),
         dict(
             y=run.types(tile),
             row_sums=_type((tiles_m, run.n)) if has_row_sum else None,
@@ -209,7 +204,7 @@ def cross_tail(
         ),
     )
     return CrossTail(
-        y=_written(out.y, y_scale_inv),
+        y=run.written(out.y),
         row_sum=jnp.sum(out.row_sums, axis=0) if has_row_sum else None,
         dots=None if head is None else jnp.sum(out.dots, axis=0),
     )
@@ -255,10 +250,7 @@ def cross_gradient(
 
 
 def joined_cast(
-    *parts: Float[Array, "m _"],
-    want: Forms,
-    scale_inv: Scale | None = None,
-    tile: Tile | None = None,
+    *parts: Float[Array, "m _"], want: Forms, tile: Tile | None = None
 ) -> Written:
     """Returns the columns of all parts, then zeros, in the requested forms.
 
@@ -272,10 +264,9 @@ def joined_cast(
     tile = tile or (CROSS_NARROW if run.n % CROSS.block_n else CROSS)
     from loka_jax.triton import cross_tail_kernel
 
-    given = dict(parts=parts, scale_inv=scale_inv)
+    given = dict(parts=parts, scale_inv=want.scale_inv)
     kernel, out = cross_tail_kernel.joined_cast_kernel, run.types(tile)
-    y = run(kernel, tile, given, out, starts=tuple(starts))
-    return _written(y, scale_inv)
+    return run.written(run(kernel, tile, given, out, starts=tuple(starts)))
 
 
 class _Run(NamedTuple):
@@ -315,6 +306,11 @@ class _Run(NamedTuple):
         )
         return Written(**forms)
 
+    def written(self, y: Written) -> Written:
+        """Returns a result with the scale of its FP8 forms."""
+        assert (y.fp8 is None) == (self.want.scale_inv is None)
+        return y._replace(scale_inv=self.want.scale_inv)
+
     def of_rows(self, kernel: Any, given: dict, *names: str, **of: Any) -> dict:
         """Returns statistics of whole rows by name, each of shape (m,)."""
         tile = STATISTICS[of["norm"]]
@@ -344,12 +340,6 @@ class _Run(NamedTuple):
 
 def _type(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _written(y: Written, scale_inv: Scale | None) -> Written:
-    """Returns a result with the scale of its FP8 forms."""
-    assert (y.fp8 is None) == (scale_inv is None)
-    return y._replace(scale_inv=scale_inv)
 
 
 def _apart(

@@ -30,7 +30,6 @@ from loka_jax.tails import (
     NormTail,
     NormTailGradients,
     Outer,
-    Scale,
     Scaled,
     TailResiduals,
     Written,
@@ -54,7 +53,6 @@ def cross_tail(
     head: Float[Array, "n"] | None = None,
     *,
     want: Forms,
-    y_scale_inv: Scale | None = None,
     has_row_sum: bool = False,
 ) -> CrossTail:
     """Returns `y = x0 * s`, s the sum of the summands and the bias, in float32.
@@ -65,7 +63,7 @@ def cross_tail(
     s = plus(_sum(summands, shape), bias)
     y = cut(decode(x0), shape) * s
     return CrossTail(
-        y=write(y, want, y_scale_inv),
+        y=write(y, want),
         row_sum=jnp.sum(y, axis=0) if has_row_sum else None,
         dots=None if head is None else jnp.sum(y * head[None, :], axis=1),
     )
@@ -115,12 +113,10 @@ def cross_gradient(
     return CrossGradients(dx0, head)
 
 
-def joined_cast(
-    *parts: Float[Array, "m _"], want: Forms, scale_inv: Scale | None = None
-) -> Written:
+def joined_cast(*parts: Float[Array, "m _"], want: Forms) -> Written:
     """Returns the columns of all parts, then zeros, in the requested forms."""
     x = jnp.concatenate([x.astype(jnp.float32) for x in parts], axis=1)
-    return write(fp8.pad_to(x, want.shape_of(x)), want, scale_inv)
+    return write(fp8.pad_to(x, want.shape_of(x)), want)
 
 
 def norm_tail(
@@ -130,7 +126,6 @@ def norm_tail(
     *,
     epilogue: Epilogue,
     want: Forms,
-    y_scale_inv: Scale | None = None,
     xhat: DTypeLike | None = E4M3,
 ) -> NormTail:
     """Returns what follows a product as `normed` says, and what backward reads.
@@ -141,7 +136,6 @@ def norm_tail(
         dropout: of y; None for none.
         epilogue: norm and activation, and their order.
         want: the forms of y.
-        y_scale_inv: scale of the FP8 form.
         xhat: dtype in which normalized rows are kept, E4M3 or bfloat16 (always
             bfloat16 without a norm); None to return no residuals.
     """
@@ -161,7 +155,7 @@ def norm_tail(
         y = functools.reduce(jnp.add, others, y)
     if epilogue.multiplies:
         y = y * others[0]
-    y = write(y, want, y_scale_inv)
+    y = write(y, want)
     if xhat is None:
         return NormTail(y, None)
     if epilogue.norm == "none" or jnp.dtype(xhat) != jnp.dtype(E4M3):
@@ -184,7 +178,6 @@ def norm_tail_backward(
     *,
     epilogue: Epilogue,
     want: Forms,
-    dz_scale_inv: Scale | None = None,
 ) -> NormTailGradients:
     """Returns the gradients of z and the vectors.
 
@@ -193,7 +186,6 @@ def norm_tail_backward(
         residuals, vectors, dropout, epilogue: of the forward pass. Without a norm, y in
             any of its forms serves the backward pass of relu, which reads only signs.
         want: the forms of dz.
-        dz_scale_inv: scale of the FP8 form.
     """
     shape = want.shape_of(gradients[0].data)
     dy, dsum = _sum(gradients, shape), None
@@ -220,7 +212,7 @@ def norm_tail_backward(
         (dz,) = jax.vjp(ACTIVATIONS[epilogue.activation], z)[1](dz)
     dbias = None if vectors.bias is None else jnp.sum(dz, axis=0)
     of_vectors = NormVectors(dbias, dgamma, dbeta)
-    return NormTailGradients(write(dz, want, dz_scale_inv), of_vectors, dsum)
+    return NormTailGradients(write(dz, want), of_vectors, dsum)
 
 
 def _drop(y: Float[Array, "m n"], dropout: Dropout | None) -> Float[Array, "m n"]:
@@ -258,18 +250,18 @@ def _matrix(x: Scaled | Outer, shape: tuple[int, int]) -> Array:
     return cut(decode(x), shape)
 
 
-def write(x: Float[Array, "m n"], want: Forms, scale_inv: Scale | None) -> Written:
+def write(x: Float[Array, "m n"], want: Forms) -> Written:
     """Returns a float32 matrix in the requested forms."""
     x = _pad(x, want)
     data = None
     if want.fp8 is not None:
-        assert scale_inv is not None
-        data = fp8.cast(x, scale_inv.value, want.fp8).data
+        assert want.scale_inv is not None
+        data = fp8.cast(x, want.scale_inv.value, want.fp8).data
     return Written(
         bf16=x.astype(jnp.bfloat16) if want.bf16 else None,
         fp8=data,
         fp8_t=data.T if data is not None and want.transposed else None,
-        scale_inv=scale_inv,
+        scale_inv=want.scale_inv,
         amaxes=fp8.amax_of_parts(x) if want.amax else None,
     )
 

@@ -182,8 +182,8 @@ MISTAKES = [
     Mistake(
         "the bound of rows after a norm leaves out gamma and beta",
         "loka_jax/ops/group_dense.py",
-        "y_scale_inv=self._scale_inv(vectors),",
-        "y_scale_inv=self._scale_inv(NormVectors()),",
+        "want=self._bounded(read.want, vectors),",
+        "want=self._bounded(read.want, NormVectors()),",
         "whole/ops/group_test.py",
     ),
     Mistake(

@@ -55,9 +55,9 @@ def test_a_tile_holds_what_shares_a_statistic(
     launches, norm, n, activation, has_vectors, transposed, config, grid
 ):
     z, vectors = Scaled(ones(64, n)), NormVectors(vector(n) if has_vectors else None)
-    want = Forms(fp8=E4M3, transposed=transposed, amax=True, padded=True)
-    options = dict(epilogue=Epilogue(norm, activation), want=want)
-    tails.norm_tail([z], vectors, **options, y_scale_inv=Scale(vector()))
+    fp8 = dict(fp8=E4M3, scale_inv=Scale(vector()), transposed=transposed)
+    want = Forms(**fp8, amax=True, padded=True)
+    tails.norm_tail([z], vectors, epilogue=Epilogue(norm, activation), want=want)
     *before, launch = launches
     of = launch.given["of"]
     assert (of.block_m, of.block_n, launch.num_warps, launch.grid) == (*config, grid)

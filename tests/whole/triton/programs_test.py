@@ -3,6 +3,7 @@
 None may spill registers, and memory must be read and written 16 bytes at a time.
 """
 
+import dataclasses
 import functools
 import math
 from types import SimpleNamespace
@@ -188,8 +189,12 @@ ALL = Forms(fp8=E4M3, transposed=True, amax=True, **PADDED)
 GRADIENT = Forms(bf16=False, fp8=E5M2, transposed=True, amax=True, **PADDED)
 
 
+def under(scale, want):
+    return dataclasses.replace(want, scale_inv=scale)
+
+
 def cross(at, want, *args, **options):
-    options["y_scale_inv"] = None if want.fp8 is None else at.scale
+    want = want if want.fp8 is None else under(at.scale, want)
     return tails.cross_tail(*args, want=want, **options)
 
 
@@ -202,13 +207,13 @@ def split(at):
 
 def join(at):
     parts = at.x[:M, : ODD - 416], at.x[:M, :416]
-    return tails.joined_cast(*parts, want=ALL, scale_inv=at.scale)
+    return tails.joined_cast(*parts, want=under(at.scale, ALL))
 
 
 def norm(at, name):
     vectors = NormVectors(None, at.row) if name == "rms" else NormVectors(at.row)
     activation = {"none": "exact_gelu", "block": "tanh"}.get(name, "swish")
-    options = dict(epilogue=Epilogue(name, activation), want=ALL, y_scale_inv=at.scale)
+    options = dict(epilogue=Epilogue(name, activation), want=under(at.scale, ALL))
     return tails.norm_tail([at.z, Scaled(at.x)], vectors, **options)
 
 
@@ -218,7 +223,7 @@ def norm_backward(at, name, order):
     vectors = NormVectors(at.row, at.row) if name == "rms" else NormVectors(at.row)
     kept = TailResiduals(at.x, at.column, at.x, at.z)
     kept = kept._replace(**{"argument" if epilogue.multiplies else "factor": None})
-    options = dict(epilogue=epilogue, want=GRADIENT, dz_scale_inv=at.scale)
+    options = dict(epilogue=epilogue, want=under(at.scale, GRADIENT))
     return tails.norm_tail_backward([at.z], kept, vectors, **options)
 
 

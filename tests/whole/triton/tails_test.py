@@ -21,10 +21,10 @@ __all__ = ["anywhere", "interpreted", "on_gpu"]
 
 skip_without_triton()
 
-ALL = Forms(fp8=E4M3, transposed=True, amax=True)
-GRADIENT = Forms(bf16=False, fp8=E5M2, transposed=True, amax=True)
 # Of several scales in one vector; the others would make numbers NaN.
 SCALE_INV = Scale(jnp.asarray([jnp.nan, jnp.nan, 2.0**-4, jnp.nan], jnp.float32), 2)
+IN_FP8 = dict(scale_inv=SCALE_INV, transposed=True, amax=True)
+ALL, GRADIENT = Forms(fp8=E4M3, **IN_FP8), Forms(bf16=False, fp8=E5M2, **IN_FP8)
 CONFIG = tails.Tile(32, 32, 1)
 NARROW = tails.Tile(32, 64, 1)
 
@@ -103,7 +103,7 @@ def test_cross_tails_are_those_of_xla(role, shape, count, is_fp8):
     bias, head = (support.normal(shape[1], seed=seed) for seed in (4, 5))
     want = ALL if role in ("forward", "padded") else GRADIENT
     want = dataclasses.replace(want, shape=shape, padded=True)
-    options = dict(want=want, y_scale_inv=SCALE_INV, has_row_sum=True)
+    options = dict(want=want, has_row_sum=True)
     args = summands, x0
     if role in ("forward", "padded"):
         args = summands, x0, bias
@@ -122,9 +122,8 @@ def test_cross_tails_are_those_of_xla(role, shape, count, is_fp8):
 def test_joined_casts_are_those_of_xla(m, widths):
     parts = [support.normal(m, n, seed=i) for i, n in enumerate(widths)]
     want = dataclasses.replace(ALL, shape=(m, sum(widths) + 3), padded=True)
-    options = dict(want=want, scale_inv=SCALE_INV)
-    ours = tails.joined_cast(*parts, **options, tile=CONFIG)
-    assert_as_by_xla(ours, xla.joined_cast, *parts, **options)
+    ours = tails.joined_cast(*parts, want=want, tile=CONFIG)
+    assert_as_by_xla(ours, xla.joined_cast, *parts, want=want)
 
 
 @anywhere_
@@ -184,11 +183,11 @@ def test_norm_tails_and_their_gradients_are_those_of_xla(shape, norm, activation
     vectors = NormVectors(bias, *((1 + gamma / 4, beta) if has_vectors else ()))
     z, r = _product(shape, 0), support.normal(*shape, seed=1, dtype=jnp.bfloat16)
     forms = (dataclasses.replace(x, shape=shape, padded=True) for x in (ALL, GRADIENT))
-    options = dict(epilogue=epilogue, want=next(forms), y_scale_inv=SCALE_INV)
+    options = dict(epilogue=epilogue, want=next(forms))
     args = [z, Scaled(r)], vectors
     ours = tails.norm_tail(*args, **options, tile=tile)
     assert_as_by_xla(ours, xla.norm_tail, *args, **options)
-    options = dict(epilogue=epilogue, want=next(forms), dz_scale_inv=SCALE_INV)
+    options = dict(epilogue=epilogue, want=next(forms))
     args = [_product(shape, 4), Scaled(2 * r)], ours.residuals, vectors
     ours = tails.norm_tail_backward(*args, **options, tile=tile)
     row = shape[1:]
@@ -220,7 +219,7 @@ def test_orders_of_norm_tails_are_those_of_xla(order, norm, activation, tile):
     words = jnp.array([0x12345678, 0x9ABCDEF0], jnp.uint32)
     rest = vectors, Dropout(words, 0.25)
     forms = (dataclasses.replace(x, shape=shape, padded=True) for x in (ALL, GRADIENT))
-    options = dict(epilogue=epilogue, want=next(forms), y_scale_inv=SCALE_INV)
+    options = dict(epilogue=epilogue, want=next(forms))
     options["xhat"] = jnp.bfloat16
     args = [z, Scaled(r)][: 1 + (order != "act_norm")], *rest
     ours = tails.norm_tail(*args, **options, tile=tile)
@@ -228,7 +227,7 @@ def test_orders_of_norm_tails_are_those_of_xla(order, norm, activation, tile):
     residuals = ours.residuals
     if norm == activation == "none":
         residuals = TailResiduals()
-    options = dict(epilogue=epilogue, want=next(forms), dz_scale_inv=SCALE_INV)
+    options = dict(epilogue=epilogue, want=next(forms))
     args = [_product(shape, 4)], residuals, *rest
     ours = tails.norm_tail_backward(*args, **options, tile=tile)
     assert (ours.residual is not None) == (order in ("act_sum_norm", "norm_act_mul"))
@@ -240,8 +239,7 @@ def test_values_beyond_the_scale_saturate_and_nan_stays():
     zeros = jnp.zeros((32, 32), jnp.bfloat16)
     x = zeros.at[3, 5].set(1e6).at[7, 2].set(-1e6).at[9, 4].set(jnp.nan)
     x, ones = x.at[11, 1].set(jnp.inf), jnp.ones_like(zeros)
-    options = dict(want=ALL, y_scale_inv=SCALE_INV, tile=CONFIG)
-    y = tails.cross_tail([Scaled(x)], Scaled(ones), **options).y
+    y = tails.cross_tail([Scaled(x)], Scaled(ones), want=ALL, tile=CONFIG).y
     data = np.asarray(y.fp8, np.float32)
     np.testing.assert_array_equal(data.T, np.asarray(y.fp8_t, np.float32))
     assert (data[3, 5], data[7, 2], data[11, 1]) == (448.0, -448.0, 448.0)
