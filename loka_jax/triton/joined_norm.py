@@ -68,10 +68,10 @@ def joined_norm(
         rstd=_type(x.shape[:2], jnp.float32) if is_kept else None,
     )
     given = static(parts=parts, x=x, vectors=vectors)
-    of = _constants([part.shape[1] for part in parts], x, norm)
-    out = _launch(
-        joined_norm_kernel, given, out, of | dict(epsilon=epsilon), of["steps"]
-    )
+    counts = [part.shape[1] for part in parts]
+    of = _constants(counts, x, norm=norm, epsilon=epsilon)
+    how = dict(grid=of.steps, num_warps=_WARPS)
+    out = launch_tree(joined_norm_kernel, given, out, of, **how)
     xhat = out.xhat if is_affine or not is_kept else out.y
     return out.y, xhat, out.rstd
 
@@ -99,8 +99,8 @@ def joined_norm_backward(
 
     batch, _, d = xhat.shape
     has_sums = (vectors.gamma, vectors.beta) != (None, None)
-    of = _constants(counts, xhat, norm, **_SUMS if has_sums else {})
-    programs = min(of["steps"], _PROGRAMS_OF_SUMS) if has_sums else of["steps"]
+    of = _constants(counts, xhat, norm=norm, **_SUMS if has_sums else {})
+    programs = min(of.steps, _PROGRAMS_OF_SUMS) if has_sums else of.steps
     sums = _type((programs, d), jnp.float32)
     out: Any = static(
         parts=tuple(_type((batch, count, d)) for count in counts),
@@ -109,26 +109,27 @@ def joined_norm_backward(
         beta=None if vectors.beta is None else sums,
     )
     given = static(dy=dy, xhat=xhat, rstd=rstd, gamma=vectors.gamma)
-    out = _launch(kernels.joined_norm_backward_kernel, given, out, of, programs)
+    how = dict(grid=programs, num_warps=_WARPS)
+    out = launch_tree(kernels.joined_norm_backward_kernel, given, out, of, **how)
     gamma, beta = (None if x is None else x.sum(axis=0) for x in (out.gamma, out.beta))
     return out.parts, out.dx, NormVectors(None, gamma, beta)
 
 
 def _constants(
-    counts, x, norm: NormName, block_m: int = _BLOCK_M, stages: int = 1
-) -> dict[str, Any]:
+    counts, x, *, block_m: int = _BLOCK_M, stages: int = 1, **others: Any
+) -> Any:
     (batch, n, d), widths = x.shape, _widths(x.shape[2])
-    return dict(
+    return static(
         rows=batch * n,
         steps=math.ceil(batch * n / block_m),
         n=n,
         d=d,
         firsts=_starts(counts),
-        norm=norm,
         block_m=block_m,
         stages=stages,
         widths=widths,
         starts=_starts(widths),
+        **others,
     )
 
 
@@ -142,10 +143,6 @@ def _widths(d: int) -> tuple[int, ...]:
 
 def _starts(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(sizes[:-1], initial=0))
-
-
-def _launch(kernel, given, out, of: dict[str, Any], grid: int) -> Any:
-    return launch_tree(kernel, given, out, static(**of), grid=grid, num_warps=_WARPS)
 
 
 def _type(shape: tuple[int, ...], dtype: DTypeLike = jnp.bfloat16):

@@ -100,9 +100,9 @@ def norm_tail(
         ImportError: if jax-triton is not installed.
     """
     run = _Run.of("norm_tail", summands[0].data, want, *summands)
-    of = _norm_constants(epilogue, run.n, vectors)
     is_kept, is_norm = xhat is not None, epilogue.norm != "none"
     dtype = jnp.bfloat16 if xhat is None or not is_norm else xhat
+    of = _norm_constants(epilogue, run.n, vectors, dtype)
     blocks = -(-run.n // of["features"])
     rstd_shape = (blocks, run.m) if blocks > 1 else (run.m,)
     from loka_jax.triton import norm_tail_kernel  # not above: it imports Triton
@@ -110,7 +110,6 @@ def norm_tail(
     tile = _tile(tile, epilogue, run.n)
     given: dict[str, Any] = dict(summands=tuple(summands), vectors=vectors)
     given |= dict(dropout=dropout, scale_inv=want.scale_inv, mean=None, rate=None)
-    of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, dtype), epsilon=epilogue.epsilon)
     if is_apart := _is_apart(epilogue, run.n, tile):
         moments = norm_tail_kernel.norm_moments_kernel
         given |= run.of_rows(moments, given, "mean", "rate", **of)
@@ -148,7 +147,8 @@ def norm_tail_backward(
     run = _Run.of(
         "norm_tail_backward", gradients[0].data, want, *gradients, xhat, factor
     )
-    of = _norm_constants(epilogue, run.n, vectors)
+    dtype = jnp.bfloat16 if xhat is None else xhat.dtype
+    of = _norm_constants(epilogue, run.n, vectors, dtype)
     tile = _tile(tile, epilogue, run.n)
     programs, _ = tile.counts(run.m, 1)
     from loka_jax.triton import norm_tail_kernel
@@ -157,8 +157,6 @@ def norm_tail_backward(
     given = dict(gradients=tuple(gradients), xhat=xhat, rstd=rstd, vectors=vectors)
     given |= dict(dropout=dropout, scale_inv=want.scale_inv, centre=None, along=None)
     given |= dict(argument=argument, factor=factor)
-    dtype = jnp.bfloat16 if xhat is None else xhat.dtype
-    of |= dict(xhat_scale=_xhat_scale(epilogue, run.n, dtype))
     if _is_apart(epilogue, run.n, tile):
         projections = norm_tail_kernel.norm_projections_kernel
         given |= run.of_rows(projections, given, "centre", "along", **of)
@@ -350,18 +348,19 @@ def _apart(
     return outer, tuple(x for x in summands if isinstance(x, Scaled))
 
 
-def _norm_constants(epilogue: Epilogue, n: int, vectors: NormVectors) -> dict[str, Any]:
-    norm = epilogue.norm
+def _norm_constants(
+    epilogue: Epilogue, n: int, vectors: NormVectors, xhat: DTypeLike
+) -> dict[str, Any]:
+    """Returns the constants of an epilogue; xhat is kept in a dtype."""
+    norm, is_fp8 = epilogue.norm, jnp.dtype(xhat) == jnp.dtype(E4M3)
     if norm in ("none", "block") and (vectors.gamma, vectors.beta) != (None, None):
         raise ValueError(f"norm {norm!r} takes neither gamma nor beta.")
-    features = norm_features(norm, n)
-    of = dict(norm=norm, features=features, activation=epilogue.activation)
-    return of | dict(acts_first=epilogue.acts_first, order=epilogue.order)
-
-
-def _xhat_scale(epilogue: Epilogue, n: int, dtype: DTypeLike) -> float:
-    is_fp8 = jnp.dtype(dtype) == jnp.dtype(E4M3)
-    return 1 / xhat_scale_inv(epilogue.norm, n) if is_fp8 else 1.0
+    return dict(
+        **dataclasses.asdict(epilogue),
+        acts_first=epilogue.acts_first,
+        features=norm_features(norm, n),
+        xhat_scale=1 / xhat_scale_inv(norm, n) if is_fp8 else 1.0,
+    )
 
 
 def _tile(tile: Tile | None, epilogue: Epilogue, n: int) -> Tile:
