@@ -1,17 +1,8 @@
-"""The kernels of a cross network's tails. Importing this module imports Triton.
+"""The kernels of a cross network's tails. Importing this module imports Triton."""
 
-`no_type_check` exempts these functions, which Triton compiles from source, from the
-tests' run-time type checks.
-"""
-
-# Triton is an optional extra; without it pyright resolves `triton` to this package.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
-from typing import no_type_check
-
-import triton
 import triton.language as tl
 
+from loka_jax.triton.jit import jit
 from loka_jax.triton.tail_kernel import (
     columns_of,
     decode,
@@ -25,8 +16,7 @@ from loka_jax.triton.tail_kernel import (
 )
 
 
-@triton.jit
-@no_type_check
+@jit
 def cross_tail_kernel(given, out, of):
     """Writes `y = x0 * (outer + z_1 + ... + z_p + bias)`, and sums of y.
 
@@ -49,8 +39,7 @@ def cross_tail_kernel(given, out, of):
     write(tile, out.y, given.scale_inv, row, column, of)
 
 
-@triton.jit
-@no_type_check
+@jit
 def cross_gradient_kernel(given, out, of):
     """Writes `d_0 + sum over l of d_l * s_l`, `s_l = 1 + z_1 + .. + z_l`.
 
@@ -82,8 +71,7 @@ def cross_gradient_kernel(given, out, of):
             store_part(out.parts[1], c, row, column, start, of)
 
 
-@triton.jit
-@no_type_check
+@jit
 def joined_cast_kernel(given, out, of):
     """Writes the columns of all parts, then zeros."""
     row, column = first_of_tile(of)

@@ -3,22 +3,14 @@
 A program computes a few examples, one after the other, each as a tile of `tile_n`
 vectors by `tile_dim`, zeros past the end: the bottom vector, if there is one, then the
 embeddings. An example stays in registers and shared memory between load and store.
-
-`no_type_check` exempts these functions, which Triton compiles from source, from the
-tests' run-time type checks.
 """
 
-# Triton is an optional extra; without it pyright resolves `triton` to this package.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
-from typing import no_type_check
-
-import triton
 import triton.language as tl
 
+from loka_jax.triton.jit import jit
 
-@triton.jit
-@no_type_check
+
+@jit
 def dot_features_kernel(given, out, of):
     """Writes the bottom vector, the products of all pairs and zeros, `width` in all.
 
@@ -49,8 +41,7 @@ def dot_features_kernel(given, out, of):
         v = ahead
 
 
-@triton.jit
-@no_type_check
+@jit
 def dot_features_backward_kernel(given, out, of):
     """Writes `S v`, S the symmetric matrix of the pairs' gradients, g added to row 0.
 
@@ -76,16 +67,14 @@ def dot_features_backward_kernel(given, out, of):
         tl.store(at, dv, mask=inside)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _load(x, example, of):
     """Returns the vectors of an example, zeros past the end."""
     at, inside = _vectors(x, tl.cast(example, tl.int64), of)
     return tl.load(at, mask=inside, other=0.0)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _vectors(x, b, of):
     """Returns pointers to the vectors of example `b`, and their mask."""
     i = tl.arange(0, of.tile_n)[:, None]
@@ -101,8 +90,7 @@ def _vectors(x, b, of):
         return x.embeddings.at + b * (of.n * of.dim) + i * of.dim + d, inside
 
 
-@triton.jit
-@no_type_check
+@jit
 def _pairs(of):
     """Returns the index of each pair (i, j) among those of a triangle, and their mask.
 

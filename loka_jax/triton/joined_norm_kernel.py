@@ -4,22 +4,14 @@ A program has `of.block_m` embeddings of `of.d` values, rows of the whole, in ti
 `of.widths` columns: what one power of two would load past d is time lost. Each row lies
 in one of the parts, whose first embeddings are `of.firsts`. Operands are trees, see
 `trees`.
-
-`no_type_check` exempts these functions, which Triton compiles from source, from the
-tests' run-time type checks.
 """
 
-# Triton is an optional extra; without it pyright resolves `triton` to this package.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
-from typing import no_type_check
-
-import triton
 import triton.language as tl
 
+from loka_jax.triton.jit import jit
 
-@triton.jit
-@no_type_check
+
+@jit
 def joined_norm_kernel(given, out, of):
     """Writes `y = gamma xhat + beta` with `xhat = norm(parts + x)`, xhat and rstd."""
     row = tl.program_id(0) * of.block_m + tl.arange(0, of.block_m)
@@ -57,8 +49,7 @@ def joined_norm_kernel(given, out, of):
         tl.store(out.y.at + at, v.to(out.y.at.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-@no_type_check
+@jit
 def joined_norm_backward_kernel(given, out, of):
     """Writes the gradient of the sum, to the parts' and to x's, and partial sums.
 
@@ -111,23 +102,20 @@ def joined_norm_backward_kernel(given, out, of):
             tl.store(out.beta.at + to, tl.sum(betas[j], axis=0), mask=column < of.d)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _columns(j: tl.constexpr, row, of):
     """Returns the columns of a tile, and which of its elements lie inside."""
     columns = of.starts[j] + tl.arange(0, of.widths[j])[None, :]
     return columns, (row < of.rows)[:, None] & (columns < of.d)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _offsets(row, columns, of):
     # Beyond 2^31 elements they need 64 bits.
     return row.to(tl.int64)[:, None] * of.d + columns
 
 
-@triton.jit
-@no_type_check
+@jit
 def _of_part(part, i: tl.constexpr, row, columns, inside, of):
     """Returns the offsets of a tile in a part, and which elements lie in it."""
     place = row % of.n - of.firsts[i]
@@ -135,7 +123,6 @@ def _of_part(part, i: tl.constexpr, row, columns, inside, of):
     return at, inside & ((place >= 0) & (place < part.shape[1]))[:, None]
 
 
-@triton.jit
-@no_type_check
+@jit
 def _vector(x, columns, of):
     return tl.load(x.at + columns, mask=columns < of.d, other=0.0)

@@ -8,9 +8,6 @@ and not stored; columns of K past the end are read as zeros.
 tests' run-time type checks.
 """
 
-# Triton is an optional extra; without it pyright resolves `triton` to this package.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 from typing import no_type_check
 
 import triton

@@ -1,20 +1,11 @@
-"""The kernel of `merge`. Importing this module imports Triton.
+"""The kernel of `merge`. Importing this module imports Triton."""
 
-`no_type_check` exempts these functions, which Triton compiles from source, from the
-tests' run-time type checks.
-"""
-
-# Triton is an optional extra; without it pyright resolves `triton` to this package.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
-from typing import no_type_check
-
-import triton
 import triton.language as tl
 
+from loka_jax.triton.jit import jit
 
-@triton.jit
-@no_type_check
+
+@jit
 def merge_kernel(given, out, of):
     """Writes each entry, and its position in the lists, at its place among all."""
     i = tl.program_id(0) * of.tile + tl.arange(0, of.tile)
@@ -29,8 +20,7 @@ def merge_kernel(given, out, of):
     tl.store(out.order.at + place, i, mask=is_entry)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _before(numbers, entry, is_after_equal, of):
     """Returns how many of the ascending numbers come before each entry."""
     low = tl.zeros_like(entry)

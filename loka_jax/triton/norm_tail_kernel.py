@@ -2,19 +2,11 @@
 
 A tile that holds all columns that share a statistic computes it. Else a kernel before
 computes those of whole rows.
-
-`no_type_check` exempts these functions, which Triton compiles from source, from the
-tests' run-time type checks.
 """
 
-# Triton is an optional extra; without it pyright resolves `triton` to this package.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
-from typing import no_type_check
-
-import triton
 import triton.language as tl
 
+from loka_jax.triton.jit import jit
 from loka_jax.triton.tail_kernel import (
     cut,
     decode,
@@ -35,8 +27,7 @@ _ROOT_HALF = tl.constexpr(0.7071067811865476)
 _DENSITY = tl.constexpr(0.3989422804014327)  # of the normal distribution at 0
 
 
-@triton.jit
-@no_type_check
+@jit
 def norm_tail_kernel(given, out, of):
     """Writes y, xhat times `of.xhat_scale`, rstd, and the argument of an activation.
 
@@ -74,8 +65,7 @@ def norm_tail_kernel(given, out, of):
     write(y, out.y, given.scale_inv, row, column, of)
 
 
-@triton.jit
-@no_type_check
+@jit
 def norm_moments_kernel(given, out, of):
     """Writes the mean of each row of the norm's argument, and rstd."""
     row = _last_rows_first(of)
@@ -94,15 +84,13 @@ def norm_moments_kernel(given, out, of):
     _store_rows(out.rate, tl.rsqrt(moment + of.epsilon), row, 0, of)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _last_rows_first(of):
     """Returns the first row of a program: the cache holds the rows written last."""
     return (tl.num_programs(0) - 1 - tl.program_id(0)) * of.block_m
 
 
-@triton.jit
-@no_type_check
+@jit
 def norm_tail_backward_kernel(given, out, of):
     """Writes the gradient of the product, from the summands of that of y.
 
@@ -155,8 +143,7 @@ def norm_tail_backward_kernel(given, out, of):
     write(g, out.dz, given.scale_inv, row, column, of)
 
 
-@triton.jit
-@no_type_check
+@jit
 def norm_projections_kernel(given, out, of):
     """Writes the means of g and of g xhat over each row, g being gamma du."""
     row = _last_rows_first(of)
@@ -173,8 +160,7 @@ def norm_projections_kernel(given, out, of):
     _store_rows(out.along, tl.sum(along, axis=1) / of.n, row, 0, of)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _plus(v, summands, row, column, of):
     """Returns a tile and all summands but the first."""
     for i in tl.static_range(1, len(summands)):
@@ -182,14 +168,12 @@ def _plus(v, summands, row, column, of):
     return v
 
 
-@triton.jit
-@no_type_check
+@jit
 def _sum(summands, row, column, of):
     return _plus(decode(summands[0], row, column, of), summands, row, column, of)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _product(given, row, column, of):
     """Returns a tile of the product and the bias, zeros past the end of the columns."""
     v = decode(given.summands[0], row, column, of)
@@ -198,8 +182,7 @@ def _product(given, row, column, of):
     return v
 
 
-@triton.jit
-@no_type_check
+@jit
 def _argument(v, given, row, column, of):
     """Returns a tile of the norm's argument, zeros past the end of the columns."""
     if of.acts_first:
@@ -211,8 +194,7 @@ def _argument(v, given, row, column, of):
     return v
 
 
-@triton.jit
-@no_type_check
+@jit
 def _drop(y, dropout, row, column, of):
     if dropout is not None:
         rows = row + tl.arange(0, of.block_m)
@@ -222,8 +204,7 @@ def _drop(y, dropout, row, column, of):
     return y
 
 
-@triton.jit
-@no_type_check
+@jit
 def _vector(x, column, of):
     """Returns a tile whose rows are the entries of its columns, zeros past the end.
 
@@ -235,8 +216,7 @@ def _vector(x, column, of):
     return tl.load(x.at + columns, mask=columns < of.n, other=0.0)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _affine(v, vectors, column, of):
     """Returns a tile of `gamma v + beta`."""
     if vectors.gamma is not None:
@@ -246,16 +226,14 @@ def _affine(v, vectors, column, of):
     return v
 
 
-@triton.jit
-@no_type_check
+@jit
 def _store_rows(x, values, row, start, of):
     """Writes a number of each row of a tile, from `start` on."""
     rows = row + tl.arange(0, of.block_m)
     tl.store(x.at + start + rows, values, mask=rows < of.m)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _kept(given, row, column, of):
     """Returns a tile of xhat, zeros where there is none."""
     if given.xhat is None:
@@ -264,8 +242,7 @@ def _kept(given, row, column, of):
         return read(given.xhat, row, column, of) * (1.0 / of.xhat_scale)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _gradient(v, given, row, column, of):
     """Returns the gradient of what gamma and beta make, zeros past the end of rows."""
     g = _sum(given.gradients, row, column, of)
@@ -277,8 +254,7 @@ def _gradient(v, given, row, column, of):
     return g
 
 
-@triton.jit
-@no_type_check
+@jit
 def sigmoid(v):
     """Returns `1 / (1 + exp(-v))`, 2 ulp off at most, in 4 instructions.
 
@@ -301,8 +277,7 @@ def sigmoid(v):
     )
 
 
-@triton.jit
-@no_type_check
+@jit
 def activated(v, name: tl.constexpr):
     """Returns the activation of v."""
     if name == "relu":
@@ -323,8 +298,7 @@ def activated(v, name: tl.constexpr):
         return v
 
 
-@triton.jit
-@no_type_check
+@jit
 def slope(v, name: tl.constexpr):
     """Returns the derivative of the activation at v."""
     if name == "relu":

@@ -3,19 +3,11 @@
 A program has a tile of whole blocks, a row of the tile each, and the number of a block
 counts through all parts: its values begin at `number * block` in the vector, and its
 codes as many bytes later as the factors of the parts before take.
-
-`no_type_check` exempts these functions, which Triton compiles from source, from the
-tests' run-time type checks.
 """
 
-# Triton is an optional extra; without it pyright resolves `triton` to this package.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
-from typing import no_type_check
-
-import triton
 import triton.language as tl
 
+from loka_jax.triton.jit import jit
 from loka_jax.triton.unbiased_kernel import to_e4m3, to_int8, uniform
 
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # all bits of a float32 but its sign
@@ -25,8 +17,7 @@ _SCALE_BYTES = tl.constexpr(4)
 _MAX_UNROLLED = tl.constexpr(8)
 
 
-@triton.jit
-@no_type_check
+@jit
 def pack_kernel(given, out, of):
     """Writes codes and factors of a vector."""
     number, at = _blocks(of)
@@ -34,8 +25,7 @@ def pack_kernel(given, out, of):
     _store(out.at, values, given.words.at, number, of.parts, of)
 
 
-@triton.jit
-@no_type_check
+@jit
 def sum_kernel(given, out, of):
     """Writes codes and factors of the sum of the parts."""
     number, _ = _blocks(of)
@@ -47,8 +37,7 @@ def sum_kernel(given, out, of):
     _store(out.at, values, given.words.at, number, 1, of)
 
 
-@triton.jit
-@no_type_check
+@jit
 def unpack_kernel(given, out, of):
     """Writes the sum of the vectors of codes and factors."""
     number, at = _blocks(of)
@@ -59,16 +48,14 @@ def unpack_kernel(given, out, of):
     tl.store(out.at + at, values.to(out.at.dtype.element_ty), mask=at < of.size)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _blocks(of):
     """Returns the numbers of a program's blocks, and the places of their values."""
     number = tl.program_id(0) * of.tile + tl.arange(0, of.tile)
     return number, number.to(tl.int64)[:, None] * of.block + tl.arange(0, of.block)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _places(packed, number, of):
     """Returns pointers to the codes of blocks, and to their factors."""
     part = (number // of.blocks).to(tl.int64)
@@ -79,8 +66,7 @@ def _places(packed, number, of):
     return at, (packed + scales).to(tl.pointer_type(tl.float32), bitcast=True)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _load(packed, number, parts: tl.constexpr, of):
     """Returns the values of blocks in float32, zeros past the last."""
     at, scales = _places(packed, number, of)
@@ -94,8 +80,7 @@ def _load(packed, number, parts: tl.constexpr, of):
     return codes.to(tl.float32) * scale_inv[:, None]
 
 
-@triton.jit
-@no_type_check
+@jit
 def _store(packed, values, words, number, parts: tl.constexpr, of):
     """Writes codes and factors of blocks."""
     # As integers, among which NaN lies above infinity: a maximum of floats drops it.

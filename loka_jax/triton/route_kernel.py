@@ -1,22 +1,13 @@
-"""The kernels of `route`. Importing this module imports Triton.
+"""The kernels of `route`. Importing this module imports Triton."""
 
-`no_type_check` exempts these functions, which Triton compiles from source, from the
-tests' run-time type checks.
-"""
-
-# Triton is an optional extra; without it pyright resolves `triton` to this package.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
-from typing import no_type_check
-
-import triton
 import triton.language as tl
+
+from loka_jax.triton.jit import jit
 
 _BAD_ID = tl.constexpr(2**31 - 1)  # as in ops/embedding.py
 
 
-@triton.jit
-@no_type_check
+@jit
 def count_kernel(places, counts, of):
     """Writes how many distinct places of each owner begin in each block."""
     all_owners = tl.arange(0, of.width)
@@ -29,8 +20,7 @@ def count_kernel(places, counts, of):
     tl.store(counts.at + tl.program_id(0) * of.width + all_owners, count)
 
 
-@triton.jit
-@no_type_check
+@jit
 def write_kernel(given, out, of):
     """Writes the lists, the slots of the ids in both orders, and the longest list."""
     block = tl.program_id(0)
@@ -69,8 +59,7 @@ def write_kernel(given, out, of):
         tl.store(out.ends.at + slot, nothing, mask=is_unused)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _entries(places, i, of):
     """Returns place and owner of sorted ids; whether they have one, are its first."""
     place = tl.load(places + i, mask=i < of.n, other=0)
@@ -80,8 +69,7 @@ def _entries(places, i, of):
     return place, owner, is_id, is_id & ((i == 0) | (preceding != place))
 
 
-@triton.jit
-@no_type_check
+@jit
 def _of_owner(values, owner, width: tl.constexpr):
     """Returns the value of each owner, 0 if there is none."""
     is_its = owner[:, None] == tl.arange(0, width)[None, :]

@@ -11,27 +11,18 @@ again, smaller by a factor of half a block's length.
     no such run                              the entry has `BAD_ID`
 
 The 0 keeps the entries of a run adjacent, as the next level requires.
-
-`no_type_check` exempts these functions, which Triton compiles from source, from the
-tests' run-time type checks.
 """
 
-# Triton is an optional extra; without it pyright resolves `triton` to this package.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
-from typing import no_type_check
-
-import triton
 import triton.language as tl
 
+from loka_jax.triton.jit import jit
 from loka_jax.triton.unbiased_kernel import hash32
 
 _BAD_ID = tl.constexpr(2**31 - 1)  # as in ops/embedding.py
 _NO_ID = tl.constexpr(-1)  # before the first and after the last entry
 
 
-@triton.jit
-@no_type_check
+@jit
 def sum_runs_kernel(
     ids,
     places,
@@ -66,8 +57,7 @@ def sum_runs_kernel(
     tl.store(to_place, target, mask=cut)
 
 
-@triton.jit
-@no_type_check
+@jit
 def update_rows_kernel(
     ids,
     order,
@@ -122,8 +112,7 @@ def update_rows_kernel(
     _carry(id, follows, ends, s, d, carried_ids, carried, dim, positions)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _entries(ids, n: tl.constexpr, positions: tl.constexpr):
     """Returns positions and ids of the block's entries, and follows, ends, begins.
 
@@ -141,8 +130,7 @@ def _entries(ids, n: tl.constexpr, positions: tl.constexpr):
     return i, id, used & (id == before), used & (id != following), id != previous
 
 
-@triton.jit
-@no_type_check
+@jit
 def _running_sums(
     grads,
     source,
@@ -162,16 +150,14 @@ def _running_sums(
     return sums
 
 
-@triton.jit
-@no_type_check
+@jit
 def _join(left_begins, left, right_begins, right):
     """Joins two adjacent parts. Selects, not multiplies: NaN stays in its run."""
     sums = tl.where(right_begins != 0, right, left + right)
     return left_begins | right_begins, sums
 
 
-@triton.jit
-@no_type_check
+@jit
 def _carry(
     id,
     follows,
@@ -199,8 +185,7 @@ def _carry(
     return cut
 
 
-@triton.jit
-@no_type_check
+@jit
 def _random_bits(id, d, words, depth: tl.constexpr, shards: tl.constexpr):
     """Returns uniform integers below 2^16: `random_bits` of `ops.row_rounding`."""
     v = tl.load(words + 2) + (id // depth).to(tl.uint32)
@@ -213,8 +198,7 @@ def _random_bits(id, d, words, depth: tl.constexpr, shards: tl.constexpr):
     return hash32(of_row[:, None] + d.to(tl.uint32) * 0x9E3779B9) >> 16
 
 
-@triton.jit
-@no_type_check
+@jit
 def _rounded(x, bits):
     """Returns float32 values that bfloat16 has: `round_by` of `ops.row_rounding`."""
     words = (x.to(tl.uint32, bitcast=True) + bits) & 0xFFFF0000
@@ -222,8 +206,7 @@ def _rounded(x, bits):
     return tl.where(x == x, words.to(tl.float32, bitcast=True), x)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _columns(dim: tl.constexpr, tile_dim: tl.constexpr):
     """Returns the positions along D, 4 adjacent ones per thread where D allows.
 

@@ -2,19 +2,11 @@
 
 A program has a tile of rows. Scales are powers of two, found from the bits of the
 largest magnitude, so that codes are those of `ops.row_codec` bit for bit.
-
-`no_type_check` exempts these functions, which Triton compiles from source, from the
-tests' run-time type checks.
 """
 
-# Triton is an optional extra; without it pyright resolves `triton` to this package.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
-from typing import no_type_check
-
-import triton
 import triton.language as tl
 
+from loka_jax.triton.jit import jit
 from loka_jax.triton.unbiased_kernel import to_e4m3, to_int8, uniform
 
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # all bits of a float32 but its sign
@@ -29,8 +21,7 @@ _INT8_MAX = tl.constexpr(127.0)
 _ROUND = tl.constexpr(1.5 * 2**23)
 
 
-@triton.jit
-@no_type_check
+@jit
 def encode_kernel(given, out, of):
     """Writes the payload of the rows that lists ask for, zeros for other ids."""
     tiles: tl.constexpr = (of.capacity + of.tile - 1) // of.tile
@@ -63,8 +54,7 @@ def encode_kernel(given, out, of):
         tl.store(start + of.capacity * of.dim + entry, exponent, mask=exists)
 
 
-@triton.jit
-@no_type_check
+@jit
 def decode_kernel(given, out, of):
     """Writes the row of each slot, zeros for other numbers."""
     i = tl.program_id(0) * of.tile + tl.arange(0, of.tile)
@@ -89,8 +79,7 @@ def decode_kernel(given, out, of):
     tl.store(at, x.to(out.at.dtype.element_ty), mask=(i < of.n)[:, None] & (d < of.dim))
 
 
-@triton.jit
-@no_type_check
+@jit
 def _scaled(x, codec: tl.constexpr):
     """Returns rows over their scales, and the exponents of these.
 

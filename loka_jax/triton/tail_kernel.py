@@ -4,24 +4,16 @@ A program computes tiles of `of.block_m` rows by `of.block_n` columns of a matri
 `of.m` rows and `of.n` columns, which is written of `of.out_m` rows and `of.out_n`
 columns. What lies past the end of an operand is read as zeros; what lies past the end
 of the matrix is written as zeros. Operands are trees, see `trees`.
-
-`no_type_check` exempts these functions, which Triton compiles from source, from the
-tests' run-time type checks.
 """
 
-# Triton is an optional extra; without it pyright resolves `triton` to this package.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
-from typing import no_type_check
-
-import triton
 import triton.language as tl
+
+from loka_jax.triton.jit import jit
 
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # all bits of a float32 but its sign
 
 
-@triton.jit
-@no_type_check
+@jit
 def first_of_tile(of):
     """Returns the first row and column of this program's tile."""
     tiles_n: tl.constexpr = (of.out_n + of.block_n - 1) // of.block_n
@@ -29,8 +21,7 @@ def first_of_tile(of):
     return program // tiles_n * of.block_m, program % tiles_n * of.block_n
 
 
-@triton.jit
-@no_type_check
+@jit
 def _place(x, row, column, rows: tl.constexpr, columns: tl.constexpr):
     """Returns pointers to a tile of an array, and which of them lie inside of it."""
     i = (row + tl.arange(0, rows))[:, None]
@@ -40,8 +31,7 @@ def _place(x, row, column, rows: tl.constexpr, columns: tl.constexpr):
     return at, (i < x.shape[0]) & (j < x.shape[1])
 
 
-@triton.jit
-@no_type_check
+@jit
 def read(x, row, column, of):
     """Returns a tile of an array in float32."""
     at, inside = _place(x, row, column, of.block_m, of.block_n)
@@ -55,8 +45,7 @@ def read(x, row, column, of):
         return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
-@no_type_check
+@jit
 def decode(x, row, column, of):
     """Returns a tile of a `Scaled` matrix times its unit and scales.
 
@@ -68,23 +57,20 @@ def decode(x, row, column, of):
     return tile
 
 
-@triton.jit
-@no_type_check
+@jit
 def read_vector(x, first, size: tl.constexpr, block: tl.constexpr):
     """Returns the entries of a tile's columns, or of its rows, zeros past the end."""
     places = first + tl.arange(0, block)
     return tl.load(x.at + places, mask=places < size, other=0.0)
 
 
-@triton.jit
-@no_type_check
+@jit
 def columns_of(x, column, of):
     """Returns the entries of a tile's columns, as a row."""
     return read_vector(x, column, of.n, of.block_n)[None, :]
 
 
-@triton.jit
-@no_type_check
+@jit
 def cut(tile, row, column, of):
     """Returns a tile with zeros past the end of the matrix."""
     if (of.m == of.out_m and of.m % of.block_m == 0) and (
@@ -97,8 +83,7 @@ def cut(tile, row, column, of):
         return tl.where((i < of.m) & (j < of.n), tile, 0.0)
 
 
-@triton.jit
-@no_type_check
+@jit
 def store(x, tile, row, column, rows: tl.constexpr, columns: tl.constexpr):
     """Writes a tile of rows by columns in the dtype of the array."""
     at, inside = _place(x, row, column, rows, columns)
@@ -109,8 +94,7 @@ def store(x, tile, row, column, rows: tl.constexpr, columns: tl.constexpr):
         tl.store(at, tile, mask=inside)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _places(x, row, column, start: tl.constexpr, of):
     """Returns pointers to a tile's elements in a row, and which of them are there.
 
@@ -122,8 +106,7 @@ def _places(x, row, column, start: tl.constexpr, of):
     return x.at + rows.to(tl.int64) * x.shape[1] + columns, inside
 
 
-@triton.jit
-@no_type_check
+@jit
 def read_part(x, row, column, start: tl.constexpr, of):
     """Returns a tile in float32 whose columns from `start` on are an array, else 0."""
     width: tl.constexpr = x.shape[1]
@@ -140,8 +123,7 @@ def read_part(x, row, column, start: tl.constexpr, of):
         return tl.reshape(tile, (of.block_m, of.block_n)).to(tl.float32)
 
 
-@triton.jit
-@no_type_check
+@jit
 def store_part(x, tile, row, column, start: tl.constexpr, of):
     """Writes the columns of a tile that are an array from `start` on."""
     tile = tile.to(x.at.dtype.element_ty)
@@ -155,8 +137,7 @@ def store_part(x, tile, row, column, start: tl.constexpr, of):
         tl.store(at, tl.reshape(tile, (of.block_m * of.block_n,)), mask=inside)
 
 
-@triton.jit
-@no_type_check
+@jit
 def store_sums(x, sums, row, column, of):
     """Writes sums over rows of a tile's columns to the row of this tile's number."""
     columns = column + tl.arange(0, of.block_n)
@@ -164,8 +145,7 @@ def store_sums(x, sums, row, column, of):
     tl.store(at, sums, mask=columns < of.n)
 
 
-@triton.jit
-@no_type_check
+@jit
 def store_row_sums(x, tile, row, column, of):
     """Writes sums over a tile's rows, its elements rounded to bfloat16.
 
@@ -181,8 +161,7 @@ def store_row_sums(x, tile, row, column, of):
     tl.store(at, sums, mask=first & (columns < of.n))
 
 
-@triton.jit
-@no_type_check
+@jit
 def store_dots(dots, tile, vector, row, column, of):
     """Writes a tile's rows times a vector to the row of this column's number."""
     rows = row + tl.arange(0, of.block_m)
@@ -191,8 +170,7 @@ def store_dots(dots, tile, vector, row, column, of):
     tl.store(at, tl.sum(products, axis=1), mask=rows < of.m)
 
 
-@triton.jit
-@no_type_check
+@jit
 def write(tile, out, scale_inv, row, column, of):
     """Writes a tile of a result in every form of a `Written`, and the tile's amax."""
     tile = cut(tile, row, column, of)
@@ -216,8 +194,7 @@ def write(tile, out, scale_inv, row, column, of):
         tl.store(at, amax.to(tl.float32, bitcast=True), mask=row < of.out_m)
 
 
-@triton.jit
-@no_type_check
+@jit
 def one_of_rows(tile):
     """Returns 1 for each row of a tile; what is multiplied by it is computed once.
 
@@ -228,14 +205,12 @@ def one_of_rows(tile):
     return _one_if_magnitudes(_row_largest(tile))
 
 
-@triton.jit
-@no_type_check
+@jit
 def _one_if_magnitudes(bits):
     return tl.where(bits < 0, 0.0, 1.0)
 
 
-@triton.jit
-@no_type_check
+@jit
 def _row_largest(tile):
     """Returns the largest magnitude of each row of a tile, as the bits of a float32.
 

@@ -1,16 +1,8 @@
-"""The functions of `loka_jax.unbiased` for kernels. Importing this imports Triton.
+"""The functions of `loka_jax.unbiased` for kernels. Importing this imports Triton."""
 
-`no_type_check` exempts these functions, which Triton compiles from source, from the
-tests' run-time type checks.
-"""
-
-# Triton is an optional extra; without it pyright resolves `triton` to this package.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
-from typing import no_type_check
-
-import triton
 import triton.language as tl
+
+from loka_jax.triton.jit import jit
 
 _EXPONENT = tl.constexpr(0x7F800000)  # bits of a float32
 _E4M3_SMALLEST = tl.constexpr(121 << 23)  # 2^-6
@@ -19,8 +11,7 @@ _INVERSE = tl.constexpr(254 << 23)  # minus the bits of a power of two: of its i
 _UNIT = tl.constexpr(2.0**-24)
 
 
-@triton.jit
-@no_type_check
+@jit
 def hash32(x):
     """Returns the finalizer of MurmurHash3 of uint32 values."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
@@ -28,8 +19,7 @@ def hash32(x):
     return x ^ (x >> 16)
 
 
-@triton.jit
-@no_type_check
+@jit
 def uniform(words, number, lane):
     """Returns u [N, D] of the lanes [D] or [1, D] of blocks or rows [N]."""
     of_row = hash32(number.to(tl.uint32) ^ tl.load(words))
@@ -38,8 +28,7 @@ def uniform(words, number, lane):
     return bits.to(tl.int32).to(tl.float32) * _UNIT
 
 
-@triton.jit
-@no_type_check
+@jit
 def to_int8(x, u):
     """Returns the codes of finite values of at most 127, as uint8."""
     size = tl.abs(x)
@@ -48,8 +37,7 @@ def to_int8(x, u):
     return tl.where(x < 0, -whole, whole).to(tl.uint8)
 
 
-@triton.jit
-@no_type_check
+@jit
 def to_e4m3(x, u):
     """Returns the codes of finite values of at most 448, as uint8."""
     exponent = x.to(tl.int32, bitcast=True) & _EXPONENT
