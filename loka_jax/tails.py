@@ -170,18 +170,6 @@ class CrossTail(NamedTuple):
     dots: Float[Array, "m"] | None
 
 
-class CrossGradients(NamedTuple):
-    """The gradients that the end of a cross network's backward pass makes.
-
-    Attributes:
-        x0: of the parts of the features.
-        head: float32, of the head's weights; None without a head.
-    """
-
-    x0: tuple[Float[Array, "m _"], ...]
-    head: Float[Array, "n"] | None
-
-
 class TailResiduals(NamedTuple):
     """What the forward pass of a norm tail keeps for the backward pass.
 
@@ -197,18 +185,6 @@ class TailResiduals(NamedTuple):
     rstd: Float[Array, "..."] | None = None
     argument: Float[Array, "m n"] | None = None
     factor: Scaled | None = None
-
-
-class NormTail(NamedTuple):
-    """The outputs of the forward pass of a norm tail.
-
-    Attributes:
-        y: the activations, in the requested forms.
-        residuals: for the backward pass; None if not requested.
-    """
-
-    y: Written
-    residuals: TailResiduals | None
 
 
 class NormTailGradients(NamedTuple):
@@ -239,7 +215,7 @@ class Tails(Protocol):
         epilogue: Epilogue,
         want: Forms,
         xhat: DTypeLike | None = E4M3,
-    ) -> NormTail:
+    ) -> tuple[Written, TailResiduals | None]:
         """Returns what follows a product, its first summand, and residuals."""
         ...
 
@@ -278,7 +254,7 @@ class Tails(Protocol):
         *,
         parts: Sequence[jax.ShapeDtypeStruct],
         shape: tuple[int, int],
-    ) -> CrossGradients:
+    ) -> tuple[tuple[Float[Array, "m _"], ...], Float[Array, "n"] | None]:
         """Returns the gradient of each part of x0, and of a head."""
         ...
 

@@ -230,10 +230,10 @@ def _backward(run: _Run, residuals, results):
             out = group_cross.pull_back(
                 run.tails, own, kept, arrays, d[value], others, parts
             )
-            given[layer.reads] = out.x0.x0
+            given[layer.reads] = out.x0
             gradients.append(out.layers)
             amaxes = out.amaxes + amaxes
-            dhead = out.x0.head if out.x0.head is not None else dhead
+            dhead = out.head if out.head is not None else dhead
         else:
             dropout = _dropout(group, value, words)
             step = DenseStep(run.tails, layer, own, run.shape(value), dropout)

@@ -26,7 +26,6 @@ from jaxtyping import Array, Float
 
 from loka_jax.ops.group_sites import GroupSite, LayerArrays, cast, weight
 from loka_jax.tails import (
-    CrossGradients,
     CrossTail,
     Forms,
     Outer,
@@ -126,12 +125,14 @@ class CrossPulled(NamedTuple):
     """The results of the backward pass of a cross network.
 
     Attributes:
-        x0: the gradients of the parts of x0, and of a head.
+        x0: the gradients of the parts of x0.
+        head: that of a head; None without one.
         layers: those of the parameters.
         amaxes: of lhs, rhs and g of each product.
     """
 
-    x0: CrossGradients
+    x0: tuple[Array, ...]
+    head: Array | None
     layers: tuple[LayerArrays, ...]
     amaxes: list[tuple[Array | None, Array | None, Array | None]]
 
@@ -169,13 +170,13 @@ def pull_back(
         by_layer = [[product], *by_layer]
     by_layer[0] += others
     has_head = any(isinstance(x, Outer) for x in d)
-    dx0 = tails.cross_gradient(
+    dx0, dhead = tails.cross_gradient(
         *(by_layer, kept.z, [layer.bias for layer in layers]),
         kept.x0 if has_head else None,
         parts=parts,
         shape=sites[0][0].shape("lhs"),
     )
-    return CrossPulled(dx0, tuple(reversed(gradients)), amaxes)
+    return CrossPulled(dx0, dhead, tuple(reversed(gradients)), amaxes)
 
 
 def _gradients(

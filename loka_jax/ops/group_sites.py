@@ -212,12 +212,12 @@ def cast(tails: Tails, x: Scaled, want: Forms) -> Written:
         data = x.data if is_given else in_bf16(x)
         return Written(fp8.pad_to(data, want.written_shape(shape)))
     is_copied = want.bf16 and not is_given
-    y = tails.norm_tail(
+    y, _ = tails.norm_tail(
         [x],
         epilogue=Epilogue("none"),
         want=dataclasses.replace(want, bf16=is_copied),
         xhat=None,
-    ).y
+    )
     return y._replace(bf16=x.data) if want.bf16 and is_given else y
 
 

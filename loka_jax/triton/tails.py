@@ -30,11 +30,9 @@ from loka_jax.normed import (
     xhat_scale_inv,
 )
 from loka_jax.tails import (
-    CrossGradients,
     CrossTail,
     Dropout,
     Forms,
-    NormTail,
     NormTailGradients,
     Outer,
     Scaled,
@@ -91,7 +89,7 @@ def norm_tail(
     want: Forms,
     xhat: DTypeLike | None = E4M3,
     tile: Tile | None = None,
-) -> NormTail:
+) -> tuple[Written, TailResiduals | None]:
     """Returns what `xla.norm_tail` does; arguments are as there.
 
     Raises:
@@ -126,7 +124,7 @@ def norm_tail(
     rstd = given["rate"] if is_apart else out.rstd
     factor = summands[1] if epilogue.multiplies else None
     residuals = TailResiduals(out.xhat, rstd, out.argument, factor) if is_kept else None
-    return NormTail(run.written(out.y), residuals)
+    return run.written(out.y), residuals
 
 
 def norm_tail_backward(
@@ -217,7 +215,7 @@ def cross_gradient(
     parts: Sequence[jax.ShapeDtypeStruct],
     shape: tuple[int, int],
     tile: Tile | None = None,
-) -> CrossGradients:
+) -> tuple[tuple[Float[Array, "m _"], ...], Float[Array, "n"] | None]:
     """Returns what `xla.cross_gradient` does; arguments are as there.
 
     It reads the products of both passes as they left cuBLASLt, and writes each part of
@@ -244,7 +242,7 @@ def cross_gradient(
         ),
     )
     head = None if outer is None else jnp.sum(out.head_sums, axis=0)
-    return CrossGradients(out.parts, head)
+    return out.parts, head
 
 
 def joined_cast(

@@ -23,11 +23,9 @@ from loka_jax.normed import (
     xhat_scale_inv,
 )
 from loka_jax.tails import (
-    CrossGradients,
     CrossTail,
     Dropout,
     Forms,
-    NormTail,
     NormTailGradients,
     Outer,
     Scaled,
@@ -77,7 +75,7 @@ def cross_gradient(
     *,
     parts: Sequence[jax.ShapeDtypeStruct],
     shape: tuple[int, int],
-) -> CrossGradients:
+) -> tuple[tuple[Float[Array, "m _"], ...], Float[Array, "n"] | None]:
     """Returns the gradient of each part of x0, and of a head, summed in float32.
 
         dx0 = d_0 + sum over l of d_l * s_l    s_l = 1 + z_1 + bias_1 + ... + bias_l
@@ -110,7 +108,7 @@ def cross_gradient(
     if x0 is not None:
         (outer,) = (x for x in gradients[-1] if isinstance(x, Outer))
         head = jnp.sum(outer.column[:, None] * _matrix(x0, shape) * s, axis=0)
-    return CrossGradients(dx0, head)
+    return dx0, head
 
 
 def joined_cast(*parts: Float[Array, "m _"], want: Forms) -> Written:
@@ -127,7 +125,7 @@ def norm_tail(
     epilogue: Epilogue,
     want: Forms,
     xhat: DTypeLike | None = E4M3,
-) -> NormTail:
+) -> tuple[Written, TailResiduals | None]:
     """Returns what follows a product as `normed` says, and what backward reads.
 
     Args:
@@ -157,7 +155,7 @@ def norm_tail(
         y = y * others[0]
     y = write(y, want)
     if xhat is None:
-        return NormTail(y, None)
+        return y, None
     if epilogue.norm == "none" or jnp.dtype(xhat) != jnp.dtype(E4M3):
         stored = normed.astype(jnp.bfloat16)
     else:
@@ -167,7 +165,7 @@ def norm_tail(
     if epilogue.acts_first and epilogue.activation != "none":
         kept = _pad(z.astype(jnp.bfloat16), want)
     factor = summands[1] if epilogue.multiplies else None
-    return NormTail(y, TailResiduals(_pad(stored, want), rstd, kept, factor))
+    return y, TailResiduals(_pad(stored, want), rstd, kept, factor)
 
 
 def norm_tail_backward(

@@ -66,7 +66,7 @@ def test_a_tile_holds_what_shares_a_statistic(
 
 def test_statistics_of_whole_rows_are_read_by_the_tail(launches):
     z, epilogue = Scaled(ones(64, 600)), Epilogue("rms", "relu")
-    residuals = tails.norm_tail([z], epilogue=epilogue, want=Forms()).residuals
+    _, residuals = tails.norm_tail([z], epilogue=epilogue, want=Forms())
     moments, tail = launches
     assert moments.grid == 8 and moments.given["of"].block_n == 256
     assert tail.given["given"].rate is residuals.rstd

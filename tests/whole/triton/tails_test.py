@@ -153,7 +153,7 @@ def test_gradients_of_features_are_those_of_xla(
     gradients[0] += [other] if depth == 2 else []
     args, options = (gradients, all_z, biases, x0), dict(parts=parts, shape=shape)
     ours = tails.cross_gradient(*args, **options, tile=CONFIG)
-    assert (ours.head is not None) == has_head
+    assert (ours[1] is not None) == has_head
     assert_as_by_xla(ours, xla.cross_gradient, *args, **options)
 
 
@@ -188,7 +188,7 @@ def test_norm_tails_and_their_gradients_are_those_of_xla(shape, norm, activation
     ours = tails.norm_tail(*args, **options, tile=tile)
     assert_as_by_xla(ours, xla.norm_tail, *args, **options)
     options = dict(epilogue=epilogue, want=next(forms))
-    args = [_product(shape, 4), Scaled(2 * r)], ours.residuals, vectors
+    args = [_product(shape, 4), Scaled(2 * r)], ours[1], vectors
     ours = tails.norm_tail_backward(*args, **options, tile=tile)
     row = shape[1:]
     assert_as_by_xla(ours, xla.norm_tail_backward, *args, row=row, **options)
@@ -224,7 +224,7 @@ def test_orders_of_norm_tails_are_those_of_xla(order, norm, activation, tile):
     args = [z, Scaled(r)][: 1 + (order != "act_norm")], *rest
     ours = tails.norm_tail(*args, **options, tile=tile)
     assert_as_by_xla(ours, xla.norm_tail, *args, **options)
-    residuals = ours.residuals
+    _, residuals = ours
     if norm == activation == "none":
         residuals = TailResiduals()
     options = dict(epilogue=epilogue, want=next(forms))
