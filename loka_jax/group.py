@@ -95,6 +95,11 @@ class Group:
         """The sites, in the order of their layers."""
         return (x for layer in self.layers for x in _flat(layer))
 
+    @property
+    def values(self) -> range:
+        """The numbers of all values."""
+        return range(len(self.inputs) + len(self.layers))
+
     def readers(self, value: int) -> list[Member]:
         """Returns the sites whose products read a value."""
         layers = (layer for layer in self.layers if layer.reads == value)
@@ -110,6 +115,10 @@ class Group:
         if isinstance(layer, Dense) and layer.member is not None:
             return layer.member.spec.n // (1 if layer.half is None else 2)
         return self.columns(layer.reads)
+
+    def shape(self, value: int) -> tuple[int, int]:
+        """Returns rows and columns of a value."""
+        return self.rows, self.columns(value)
 
     def is_returned(self, value: int) -> bool:
         """Returns True if a value is read as it is: returned, added or normalized."""

@@ -63,7 +63,7 @@ def why_not(group: Group, plans: Sequence[KernelPlan]) -> str | None:
             own = {of_path[x.path].choice for each in layer.members for x in each}
             if reason := _why_not_crossed(own):
                 return reason
-    for value in range(len(group.inputs) + len(group.layers)):
+    for value in group.values:
         if len({_reading(of_path[x.path]) for x in group.readers(value)}) > 1:
             return "sites that read the same rows differ in their choices"
     return None
@@ -136,32 +136,33 @@ def run_group(
     whole = apart(group, plans)
     group, plans, layers = whole.group, whole.plans, whole.arrays(layers)
     states, words = [states[i] for i in whole.members], whole.words(words)
-    values = range(len(group.inputs) + len(group.layers))
-    shapes = {(group.rows, group.columns(value)) for value in values}
-    refusals = itertools.starmap(tails.why_not, sorted(shapes))
+    shapes = sorted({group.shape(value) for value in group.values})
+    refusals = itertools.starmap(tails.why_not, shapes)
     refusal = next(filter(None, refusals), None)
     provider = triton.chosen(implementation, refusal, *families(group))
-    run = _Run(group, tuple(plans), provider)
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+    run = _Run(group, tuple(plans), provider, types)
     arrays, tree = jax.tree.flatten((inputs, layers, head))
     operands = jax.tree.unflatten(tree, equally_varying(*arrays))
     return _run(run, *operands, tuple(states), words)
 
 
 class _Run(NamedTuple):
-    """The static arguments."""
+    """The static arguments.
+
+    Attributes:
+        inputs: the types of the parts of each input.
+    """
 
     group: Group
     plans: tuple[KernelPlan, ...]
     implementation: triton.Implementation
+    inputs: tuple[tuple[jax.ShapeDtypeStruct, ...], ...]
 
     @property
     def tails(self) -> Tails:
         """The provider's tails."""
         return tails_of(self.implementation)
-
-    def shape(self, value: int) -> tuple[int, int]:
-        """Returns rows and columns of a value."""
-        return self.group.rows, self.group.columns(value)
 
     def sites(self, states) -> list[list[tuple[GroupSite, ...]]]:
         """Returns the sites of each layer, nested as its members."""
@@ -179,7 +180,7 @@ def _run(run: _Run, inputs, layers, head, states, words):
 
 def _forward(run: _Run, inputs, layers, head, states, words, *, keep: bool = True):
     group, sites = run.group, run.sites(states)
-    reads = [_reads(run, sites, v, keep=keep) for v in range(_count(group))]
+    reads = [_reads(group, sites, v, keep=keep) for v in group.values]
     values = [_enter(run, parts, reads[v].want) for v, parts in enumerate(inputs)]
     all_kept, dots, seen = [], None, set()
     for layer, own, arrays in zip(group.layers, sites, layers, strict=True):
@@ -200,21 +201,20 @@ def _forward(run: _Run, inputs, layers, head, states, words, *, keep: bool = Tru
         else:
             residual = None if layer.residual is None else values[layer.residual]
             dropout = _dropout(group, value, words)
-            step = DenseStep(run.tails, layer, own, run.shape(value), dropout)
+            step = DenseStep(run.tails, layer, own, group.shape(value), dropout)
             y, kept = step.forward(x, residual, arrays[0], reads[value], keep=keep)
         values.append(y)
         all_kept.append(kept)
     outputs = tuple(_output(values[v], reads[v].want) for v in group.outputs)
     results = outputs if group.head is None else (dots, *outputs)
-    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
     vectors = [[x._replace(kernels=()) for x in own] for own in layers]
-    return results, (_Static(types), vectors, head, states, words, all_kept)
+    return results, (vectors, head, states, words, all_kept)
 
 
 def _backward(run: _Run, residuals, results):
-    types, layers, head, states, words, all_kept = residuals
+    layers, head, states, words, all_kept = residuals
     group, sites = run.group, run.sites(states)
-    d: list[list[Scaled | Outer]] = [[] for _ in range(_count(group))]
+    d: list[list[Scaled | Outer]] = [[] for _ in group.values]
     if group.head is not None:
         d[group.head].append(Outer(results[0], head))
     for value, dy in zip(reversed(group.outputs), reversed(results), strict=False):
@@ -225,7 +225,7 @@ def _backward(run: _Run, residuals, results):
     for i, (layer, own, arrays, kept) in reversed([*enumerate(each)]):
         value = len(group.inputs) + i
         if isinstance(layer, Cross):
-            parts = types.value[layer.reads]
+            parts = run.inputs[layer.reads]
             others, d[layer.reads] = d[layer.reads], []
             out = group_cross.pull_back(
                 run.tails, own, kept, arrays, d[value], others, parts
@@ -236,7 +236,7 @@ def _backward(run: _Run, residuals, results):
             dhead = out.head if out.head is not None else dhead
         else:
             dropout = _dropout(group, value, words)
-            step = DenseStep(run.tails, layer, own, run.shape(value), dropout)
+            step = DenseStep(run.tails, layer, own, group.shape(value), dropout)
             to_fp8 = group.is_crossed(layer.reads)
             pulled = step.backward(d[value], kept, arrays[0], to_fp8=to_fp8)
             d[layer.reads].append(pulled.x)
@@ -246,21 +246,13 @@ def _backward(run: _Run, residuals, results):
             amaxes = pulled.amaxes + amaxes
     dinputs = tuple(
         _leave(group, value, d[value], given.get(value), parts)
-        for value, parts in enumerate(types.value)
+        for value, parts in enumerate(run.inputs)
     )
     after = next_states(run.plans, states, amaxes)
     return dinputs, tuple(reversed(gradients)), dhead, after, None
 
 
 _run.defvjp(_forward, _backward)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """A value of the residuals that is not traced."""
-
-    value: Any
 
 
 def _dropout(group: Group, value: int, words: Array | None) -> Dropout | None:
@@ -272,13 +264,8 @@ def _dropout(group: Group, value: int, words: Array | None) -> Dropout | None:
     return Dropout(words[i], layer.dropout)
 
 
-def _count(group: Group) -> int:
-    return len(group.inputs) + len(group.layers)
-
-
-def _reads(run: _Run, sites, value: int, *, keep: bool) -> Read:
+def _reads(group: Group, sites, value: int, *, keep: bool) -> Read:
     """Returns how a value is read."""
-    group = run.group
     reading: list[GroupSite] = [
         own[0][0]
         for layer, own in zip(group.layers, sites, strict=True)
@@ -292,7 +279,7 @@ def _reads(run: _Run, sites, value: int, *, keep: bool) -> Read:
         scale_inv=in_fp8.scale_inv,
         transposed=any(form.transposed for form in each),
         amax=any(form.amax for form in each),
-        shape=run.shape(value),
+        shape=group.shape(value),
         padded=bool(each),
     )
     return Read(want, reading[0] if reading else None)
@@ -328,7 +315,7 @@ def _leave(
     if not d:
         assert given is not None
         return given
-    total = _sum(d, (group.rows, group.columns(value)))
+    total = _sum(d, group.shape(value))
     ends = itertools.accumulate(part.shape[1] for part in parts)
     cuts = [
         total[:, end - x.shape[1] : end] for x, end in zip(parts, ends, strict=True)
