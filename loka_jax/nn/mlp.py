@@ -104,7 +104,9 @@ class Mlp(linen.Module):
         if not self.features:
             raise ValueError(f"features={self.features} of an Mlp name no layer.")
         if within is not None and within.plans is not None:
-            return self._variables(within.group, range(self._depth), within.plans)
+            return self._variables(
+                within.group, range(len(self.features)), within.plans
+            )
         assert x is not None
         if self.norm == "batch":
             return self._by_batch_norm(x, train)
@@ -113,14 +115,10 @@ class Mlp(linen.Module):
         out = self._by_sites(rows, group, drops=train and self.dropout_rate > 0)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
-    @property
-    def _depth(self) -> int:
-        return len(self.features)
-
     @linen.nowrap
     def group_of(self, shape: tuple[int, ...], run: range | None = None) -> Group:
         """Returns the group of all layers, or of some in a row, of rows of a shape."""
-        specs, run = self.specs(*shape), run or range(self._depth)
+        specs, run = self.specs(*shape), run or range(len(self.features))
         m, k = shape[0], specs[run.start].k
         layers: tuple[groups.Dense, ...] = ()
         if run.start == 0 and self.input_norm is not None:
@@ -259,7 +257,7 @@ class Mlp(linen.Module):
         return norm_activation(x, vectors, epilogue=epilogue).astype(x.dtype)
 
     def _is_linear(self, i: int) -> bool:
-        return self.ends_linear and i == self._depth - 1
+        return self.ends_linear and i == len(self.features) - 1
 
     @linen.nowrap
     def specs(self, m: int, k: int) -> list[SiteSpec]:

@@ -45,7 +45,7 @@ from loka_jax.scaling import DelayedScaling
 from loka_jax.tails import Dropout, Forms, Outer, Scaled, Tails, Written
 from loka_jax.triton import tails
 from loka_jax.xla.matmul import cut
-from loka_jax.xla.tails import decode, in_bf16
+from loka_jax.xla.tails import columns_of, decode, in_bf16
 
 
 def why_not(group: Group, plans: Sequence[KernelPlan]) -> str | None:
@@ -315,11 +315,7 @@ def _leave(
     if not d:
         assert given is not None
         return given
-    total = _sum(d, group.shape(value))
-    ends = itertools.accumulate(part.shape[1] for part in parts)
-    cuts = [
-        total[:, end - x.shape[1] : end] for x, end in zip(parts, ends, strict=True)
-    ]
+    cuts = [*columns_of(parts, _sum(d, group.shape(value)))]
     if given is not None:
         cuts = [x + y for x, y in zip(cuts, given, strict=True)]
     return tuple(x.astype(part.dtype) for x, part in zip(cuts, parts, strict=True))

@@ -6,7 +6,7 @@ XLA decides how many passes a tail takes.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -99,16 +99,20 @@ def cross_gradient(
     for d, z, bias in zip(rest, products, biases, strict=True):
         s = s + plus(_matrix(z, shape), bias)
         total = total + d * s
-    ends = itertools.accumulate(part.shape[1] for part in parts)
-    dx0 = tuple(
-        total[:, end - part.shape[1] : end].astype(part.dtype)
-        for part, end in zip(parts, ends, strict=True)
-    )
+    each = zip(columns_of(parts, total), parts, strict=True)
+    dx0 = tuple(x.astype(part.dtype) for x, part in each)
     head = None
     if x0 is not None:
         (outer,) = (x for x in gradients[-1] if isinstance(x, Outer))
         head = jnp.sum(outer.column[:, None] * _matrix(x0, shape) * s, axis=0)
     return dx0, head
+
+
+def columns_of(parts: Sequence[jax.ShapeDtypeStruct], x: Array) -> Iterator[Array]:
+    """Yields the columns of a matrix that each of its parts has."""
+    ends = itertools.accumulate(part.shape[1] for part in parts)
+    for part, end in zip(parts, ends, strict=True):
+        yield x[:, end - part.shape[1] : end]
 
 
 def joined_cast(*parts: Float[Array, "m _"], want: Forms) -> Written:
