@@ -14,6 +14,8 @@ from loka_jax import nn
 from loka_jax.models import Dcnv2, Dhen, Dlrm, Wukong
 from loka_jax.nn import embeddings
 from loka_jax.nn import group as groups
+from loka_jax.nn import interaction as interaction_lib
+from loka_jax.nn import mlp as mlp_lib
 from tests.support import stand_ins
 from tests.support.models import MODELS, assert_follows, inputs
 from tests.support.nn import initialized, listed, record_calls
@@ -145,7 +147,9 @@ WIDE = {
 
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_layers_of_models_run_in_groups(name, monkeypatch):
-    calls = record_calls(monkeypatch, (groups, "run_group"))
+    calls = record_calls(
+        monkeypatch, (mlp_lib, "run_group"), (interaction_lib, "run_group")
+    )
     model, count = WIDE[name]
     monkeypatch.setattr(groups.triton, "why_not_installed", lambda: None)
     model = model.clone(recipe="bf16", norm="block")

@@ -9,6 +9,7 @@ from flax import linen
 
 from loka_jax import nn
 from loka_jax.nn import group as groups
+from loka_jax.nn import mlp as mlp_lib
 from loka_jax.ops.device import HOPPER
 from loka_jax.site import Choice
 from tests import support
@@ -161,7 +162,7 @@ SET = WIDE.clone(recipe=recipe_of(f"{DELAYED}:initialized"), implementation="gro
 
 @pytest.fixture
 def calls(monkeypatch):
-    return record_calls(monkeypatch, (groups, "run_group"))
+    return record_calls(monkeypatch, (mlp_lib, "run_group"))
 
 
 def lengths(calls):

@@ -18,10 +18,10 @@ from loka_jax.nn import (
     ProbeConfig,
     by_path,
     jagged_attention,
+    pre_norm_dense,
     probing,
     site_context,
 )
-from loka_jax.nn import group as group_lib
 from loka_jax.nn.jagged_attention import JaggedAttention
 from loka_jax.ops.device import HOPPER, Device
 from loka_jax.probe import monitors
@@ -184,7 +184,7 @@ def test_products_of_a_layer_run_in_groups_with_its_norm_and_sum(monkeypatch):
     given = inputs()
     by_xla = MODEL.clone(recipe="bf16", num_layers=1, implementation="xla")
     params = initialized(by_xla, *given)
-    calls = record_calls(monkeypatch, (group_lib, "run_group"))
+    calls = record_calls(monkeypatch, (pre_norm_dense, "run_group"))
 
     def loss(model, params, *given):
         return jnp.mean(model.apply({"params": params}, *given) ** 2)
