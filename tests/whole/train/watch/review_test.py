@@ -14,7 +14,7 @@ from loka_jax.train.loop import Loop
 from tests.support import train as support
 
 SITES = BOTTOM, TOP = ("bottom_mlp/dense_1", "top_mlp/dense_0")
-PROBE = ProbeOptions(every=1, recipes=("fp8_rowwise",))
+PROBE = ProbeOptions(begin=0, recipes=("fp8_rowwise",))
 # Batches of 32 examples have errors that differ widely from step to step.
 LIMITS = Limits(healthy=3.0, worst_row=30.0)
 PLANTED_ID, SINCE = 7, 4
@@ -23,6 +23,7 @@ PLANTED_ID, SINCE = 7, 4
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
     support.share_data(monkeypatch)
+    monkeypatch.setattr("loka_jax.train.loop_options.LOOK_EVERY", 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
