@@ -142,10 +142,12 @@ def test_a_plan_with_attention_in_fp8_is_trained_and_resumed(tmp_path, ran):
     assert (FORWARD, E4M3) in ran
 
 
-def test_live_errors_bring_the_attention_to_fp8(tmp_path, ran):
+def test_live_errors_bring_the_attention_to_fp8(tmp_path, ran, monkeypatch):
+    monkeypatch.setattr("loka_jax.train.loop_options.LOOK_EVERY", 1)
     options = planned(tmp_path, 1e8, None, max_steps=8, eval_every=4)
     limits = Limits(healthy=99.0, worst_row=9999.0)
-    changes = dict(probe=ProbeOptions(every=1), dispatch=DispatchOptions(limits=limits))
+    probe = ProbeOptions(begin=0, recipes=("fp8_tensorwise",))
+    changes = dict(probe=probe, dispatch=DispatchOptions(limits=limits))
     code, said = train(dataclasses.replace(options, **changes))
     assert code == 0 and "its error was not measured" in said
     entered = f"layer_0/attention runs by {IN_FP8.name} now: its live errors are within"
