@@ -14,7 +14,7 @@ GROWN, SINCE = "top_mlp", 60  # after enough observed steps
 
 
 def run(workdir, **loop):
-    loop = dict(epochs=12, log_every=2, eval_every=60, save_every=2) | loop
+    loop = dict(epochs=12, log_every=2, eval_every=60, save_every=60) | loop
     config = support.config(workdir, **loop)
     probe = ProbeOptions(every=1, recipes=("fp8_tensorwise_delayed",))
     return support.train(dataclasses.replace(config, probe=probe, plan="off"))
@@ -54,7 +54,7 @@ def test_a_weight_that_grows_raises_an_alarm_and_a_healthy_run_none(
     grow(monkeypatch)
     alarm = r"stop\): step \d+: top_mlp/dense_0: its output is .* and grows"
     with pytest.raises(TrainingFailed, match=alarm) as stopped:
-        run(tmp_path / "grown", on_alarm="stop")
+        run(tmp_path / "grown", on_alarm="stop", save_every=2)
     step = int(str(stopped.value).partition("step ")[2].partition(":")[0])
     assert SINCE + THRESHOLDS.recent < step < SINCE + 45
     saved = [int(x.name) for x in (tmp_path / "grown/checkpoints").glob("[0-9]*")]
