@@ -18,7 +18,7 @@ optuna = pytest.importorskip("optuna")
 def test_a_sweep_is_interrupted_and_ended_by_two_processes(tmp_path):
     folder = tmp_path / "sweep"
     command = [sys.executable, ROOT / "experiments/sweep.py"]
-    command += ["--config", tiny_config("fp8_dlrm"), "--workdir", folder]
+    command += ["--config", tiny_config("bf16_dlrm"), "--workdir", folder]
     command += ["--trials", 2, "--space", "optim.lr=1e-3:1e-2:log"]
     command = [str(word) for word in command]
     code, _ = signalled(command, signal.SIGINT, folder, "trial-0/metrics.jsonl")
