@@ -56,7 +56,7 @@ def test_scores_are_the_evaluations_without_the_files_it_was_trained_on(trained)
 
 def test_sigterm_leaves_no_file(trained, tmp_path):
     """Neither the scores nor what was to become them."""
-    write(tmp_path / "new.csv", rows(300_000))
+    write(tmp_path / "new.csv", rows(100_000))
     options = ["--data.path", tmp_path / "new.csv", "--out", tmp_path / "s.parquet"]
     command = [sys.executable, predict.__file__, "--workdir", trained.workdir, *options]
     ended = signalled(command, signal.SIGTERM, tmp_path, ".s.parquet.*")
