@@ -10,6 +10,7 @@ killed or stopped within one, and with `stall_save=STEP` while that step is save
 
 import dataclasses
 import functools
+import gc
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ import jax
 
 from loka_jax.data import generated
 from loka_jax.dispatch.policy import Limits
+from loka_jax.train import loop_options
 from loka_jax.train.checkpoints import orbax_files
 from loka_jax.train.config import DispatchOptions, ProbeOptions, RunOptions
 from loka_jax.train.loop import Loop
@@ -40,6 +42,7 @@ def main() -> int:
     jax.config.update("jax_compilation_cache_dir", os.environ["XLA_CACHE"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     table = options.pop("table", None)
+    gc.set_threshold(100_000, 50, 100)  # as tests/conftest.py
     numbers = {name: int(value) for name, value in options.items()}
     sum_in_order()
     generated.best_possible_ne = lambda *_: (0.5, 0.0)  # of a million examples
@@ -60,7 +63,8 @@ def main() -> int:
         run=RunOptions(workdir=workdir, resume=resume, watchdog=watchdog),
     )
     if table is not None:
-        probe = ProbeOptions(every=1, recipes=("fp8_rowwise",))
+        loop_options.LOOK_EVERY = 1
+        probe = ProbeOptions(begin=0, recipes=("fp8_rowwise",))
         # Of few examples, whose errors differ widely from step to step.
         dispatch = DispatchOptions(limits=Limits(healthy=3.0, worst_row=30.0))
         config = dataclasses.replace(config, plan=table, probe=probe, dispatch=dispatch)
