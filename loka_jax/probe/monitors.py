@@ -145,7 +145,7 @@ def growth_of(sizes: np.ndarray) -> np.ndarray:
     distances = np.where(is_size, places - mean, 0.0)
     squares = np.sum(distances**2, axis=-1)
     squares = np.where(squares > 0, squares, np.nan)
-    return np.sum(distances * logs, axis=-1) / squares
+    return np.asarray(np.sum(distances * logs, axis=-1) / squares)
 
 
 def _of_a_step(told: dict[str, Array]) -> Monitors:

@@ -18,6 +18,7 @@ from loka_jax.nn import (
     ProbeConfig,
     by_path,
     jagged_attention,
+    mlp,
     pre_norm_dense,
     probing,
     site_context,
@@ -184,7 +185,9 @@ def test_products_of_a_layer_run_in_groups_with_its_norm_and_sum(monkeypatch):
     given = inputs()
     by_xla = MODEL.clone(recipe="bf16", num_layers=1, implementation="xla")
     params = initialized(by_xla, *given)
-    calls = record_calls(monkeypatch, (pre_norm_dense, "run_group"))
+    calls = record_calls(
+        monkeypatch, *((x, "run_group") for x in (mlp, pre_norm_dense))
+    )
 
     def loss(model, params, *given):
         return jnp.mean(model.apply({"params": params}, *given) ** 2)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from loka_jax.models import Dcnv2
-from loka_jax.nn import mlp as mlp_lib
+from loka_jax.nn import interaction
 from loka_jax.nn.context import site_context
 from tests import support
 from tests.support.nn import DELAYED, initialized, record_calls, table_of
@@ -21,7 +21,7 @@ def test_gradients_of_one_operation_over_two_devices_are_those_of_one(monkeypatc
     features = support.normal(64, 13), support.normal(64, 7, 5, seed=1)
     table = table_of([2.0**-5, 2.0**-9, 2.0**-5])  # nothing is clipped or flushed
     variables = initialized(model, *features, table=table)
-    calls = record_calls(monkeypatch, (mlp_lib, "run_group"))
+    calls = record_calls(monkeypatch, (interaction, "run_group"))
 
     def run(variables, *features):
         def loss(variables, *features):
