@@ -178,7 +178,8 @@ class DispatchOptions:
         limits: limits on errors and speed.
         tune_seconds: the budget of `--plan tune`.
         check_seconds: the budget of checking and timing what a plan chose by
-            prediction, before it runs on a device for the first time.
+            prediction, before it runs on a device for the first time; twice as much
+            beside a run that trains.
     """
 
     rules: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ class StopRequest:
 
     A first signal raises `SystemExit`, so that context managers clean up; inside
     `deferred` it is only recorded, so that the step can end and be saved. A second
-    signal ends the process immediately.
+    signal, at least 0.1 s later, ends the process immediately.
 
     A signal to one of several processes is for all of them, which stop after the same
     step.
