@@ -135,8 +135,7 @@ def newest(
         most: as of `taken`.
     """
     lengths = jnp.minimum(jnp.diff(offsets), counts)
-    rows, kept = taken(offsets[1:] - lengths, lengths, most)
-    return jnp.minimum(rows, jnp.maximum(offsets[-1] - 1, 0)), kept
+    return taken(offsets[1:] - lengths, lengths, most)
 
 
 def taken(
@@ -148,12 +147,13 @@ def taken(
         starts: the first row of each span.
         lengths: the rows of each.
         most: the number of rows that are returned; those beyond the last sequence are
-            any rows.
+            -1.
     """
     none = jnp.zeros(1, jnp.int32)
     kept = jnp.concatenate([none, jnp.cumsum(lengths, dtype=jnp.int32)])
     places = jnp.arange(most, dtype=jnp.int32)
-    return places + (starts - kept[:-1])[sequence_of(kept, places)], kept
+    rows = places + (starts - kept[:-1])[sequence_of(kept, places)]
+    return jnp.where(places < kept[-1], rows, -1), kept
 
 
 def visibility(

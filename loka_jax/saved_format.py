@@ -14,7 +14,7 @@ from loka_jax.terminal import clip
 KEY = "format"  # of the number in config.json and in the manifest of a checkpoint
 # A run: config.json and the checkpoints with their meta values. A run keeps its
 # encoding as a folder of shards, so its number is raised with that of shards, too.
-RUN = 17
+RUN = 18
 SHARDS = 7  # a folder of shards: schema, settings, report and records
 CHECKPOINTS = "checkpoints"  # of a run: a folder for each saved step, by its number
 

@@ -7,6 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
+
+from loka_jax import nn
+from loka_jax.jagged import Visibility
 
 
 def softmax(lengths: np.ndarray | None) -> dict[str, Callable]:
@@ -49,3 +53,60 @@ def both(attention: Callable) -> dict[str, Callable]:
         return [out, *pull(gradient)]
 
     return {"forward": forward, "both": forward_and_backward}
+
+
+def in_place_of_jagged(batch: int, longest: int) -> Callable[..., Array]:
+    """Returns `ops.softmax_attention` by padding rows, cuDNN, and dropping the padding.
+
+    Without a GPU it is XLA's. Few queries of each sequence see its rows by dense
+    products; else queries are rows, and each sees all rows of its sequence.
+
+    Args:
+        batch: the number of sequences.
+        longest: the most rows of one.
+    """
+    own = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    length = -(-longest // 8) * 8
+    place = jnp.arange(length, dtype=jnp.int32)[None]
+
+    def attention(q, k, v, visible: Visibility, *, scale: float, plan: Any) -> Array:
+        del plan
+        first, last = visible.sees.first, visible.sees.last
+        is_row = last > first
+        row = jnp.arange(len(first), dtype=jnp.int32)
+        is_few = len(q) != len(k)
+        if is_few:
+            of = row // (len(q) // batch)
+        else:  # the first row of each sequence
+            number = jnp.cumsum(is_row & (first == row), dtype=jnp.int32) - 1
+            of = jnp.where(is_row, number, batch)
+        start, end = (
+            jnp.zeros(batch, jnp.int32).at[of].set(x, mode="drop")
+            for x in (first, last)
+        )
+        rows = start[:, None] + place
+        rows = jnp.where(rows < end[:, None], rows, -1).reshape(-1)
+        shape = batch, length
+        k, v = (nn.distinct_rows(x, rows).reshape(*shape, *x.shape[1:]) for x in (k, v))
+        if is_few:
+            few = q.reshape(batch, -1, *q.shape[1:])
+            return _few(few, k, v, end - start, scale).reshape(len(q), *v.shape[2:])
+        queries = nn.distinct_rows(q, rows).reshape(k.shape)
+        lengths = dict.fromkeys(
+            ("query_seq_lengths", "key_value_seq_lengths"), end - start
+        )
+        how: dict[str, Any] = dict(scale=scale, implementation=own, **lengths)
+        seen = jax.nn.dot_product_attention(queries, k, v, **how)
+        back = jnp.where(is_row, of * length + row - first, -1)
+        return nn.distinct_rows(jax.lax.collapse(seen, 0, 2), back)
+
+    return attention
+
+
+def _few(q, k, v, lengths, scale: float) -> Array:
+    """Returns the attention of few queries [B, n, h, d] of each sequence."""
+    scores = scale * jnp.einsum("bnhd,bjhd->bhnj", q, k).astype(jnp.float32)
+    place = jnp.arange(k.shape[1])[None, None, None]
+    seen = place < lengths[:, None, None, None]
+    shares = jax.nn.softmax(jnp.where(seen, scores, -1e30)).astype(v.dtype)
+    return jnp.einsum("bhnj,bjhd->bnhd", shares, v)

@@ -4,10 +4,11 @@
 
 For each arm: microseconds a step (wall clock of queued steps, on batches made before),
 the device's kernel time by part of the step (`steps`), and the memory of the
-compiled step. Arms, by default all but the last:
+compiled step. Arms, by default the first two, xla RECIPE and dispatch:
 
     xla bf16     bfloat16 by XLA alone
     auto bf16    bfloat16 with kernels where they serve
+    cudnn bf16   as xla, and the attention of an InterFormer by cuDNN, padded
     xla RECIPE   the configuration's recipe, or another, by XLA alone
     dispatch     the configuration's recipe or better, as the table for this GPU says
     auto RECIPE  a recipe at every site, with kernels where they serve
@@ -15,15 +16,19 @@ compiled step. Arms, by default all but the last:
 Without a GPU the parts are zero: `--batch-size 64 --calls 2`.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
+import jax
 import tyro
 
 from experiments.bench import result as results
 from experiments.bench.models import MODS, Mod
+from experiments.bench.padded_attention import in_place_of_jagged
 from experiments.bench.steps import (
     READ_STEP,
     chain_of,
@@ -35,6 +40,8 @@ from experiments.configs import get_config
 from loka_jax.dispatch.plan import plan_rows
 from loka_jax.measure.compiling import NO_CAPTURE
 from loka_jax.measure.timing import time_chains
+from loka_jax.models import InterFormer
+from loka_jax.ops import softmax_attention
 from loka_jax.train.build import Run, build
 
 
@@ -68,7 +75,8 @@ def main(arguments: Arguments) -> None:
     runs = {arm: run_of(arguments.config, arm, *options) for arm in arms}
     chains, measured = {}, {}
     for arm, run in runs.items():
-        chains[arm], measured[arm] = _measured(run)
+        with _attention_of(arm, run):
+            chains[arm], measured[arm] = _measured(run)
     times = time_chains(chains, calls=arguments.calls)
     base = next(iter(times.values())).median_us
     result = results.head("step_split", arguments) | {
@@ -109,7 +117,7 @@ def run_of(
     for mod in mods:
         model = model.clone(**MODS[mod])
     if recipe:
-        implementation = "xla" if provider == "xla" else None
+        implementation = None if provider == "auto" else "xla"
         model = model.clone(recipe=recipe, implementation=implementation)
         rows = dataclasses.replace(rows, implementation=implementation)
         plan = "off"
@@ -122,6 +130,20 @@ def run_of(
     )
 
 
+def _attention_of(arm: str, run: Run) -> contextlib.AbstractContextManager:
+    """Returns a context in which an arm's attention is that of its provider."""
+    if not arm.startswith("cudnn"):
+        return contextlib.nullcontext()
+    model = run.config.model
+    if not isinstance(model, InterFormer):
+        raise ValueError(
+            f"{arm} is an arm of an InterFormer, not of {type(model).__name__}."
+        )
+    longest = model.max_length + model.num_cls
+    attention = in_place_of_jagged(run.config.loop.batch_size, longest)
+    return mock.patch.object(softmax_attention, "softmax_attention", attention)
+
+
 def _measured(run: Run):
     """Returns steps as a chain, and a step's memory and its kernel time by part."""
     state, batches = warm_up(run)
@@ -132,7 +154,9 @@ def _measured(run: Run):
     chain = chain_of(compiled, held, batches, READ_STEP)
     parts = kernels_by_part(compiled.as_text() or "", chain)
     measured = {"memory_bytes": memory_bytes(compiled), "kernels_us": parts}
-    return chain_of(step, held, batches, READ_STEP), measured
+    chain = chain_of(step, held, batches, READ_STEP)
+    jax.block_until_ready(chain(1))  # compiled as this arm has it
+    return chain, measured
 
 
 def _print(result: dict[str, Any]):

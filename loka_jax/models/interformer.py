@@ -16,8 +16,8 @@
 CLS are the first of the first X_sum. The weight X_sum^T W of a PFFN is one of the event
 and its sample; it has the rank n_sum, and is not made. MHA is softmax attention of all
 rows of a history with rotary embedding, in which places count from the end; PMA is that
-of learned queries. As an event changes the rows of its history, no two share one. (The
-paper does not say where it has norms and sums with the input.)
+of learned queries, without it. As an event changes the rows of its history, no two
+share one. (The paper does not say where it has norms and sums with the input.)
 
 `EventModel` tells what is added to events. R is the number of rows of all sequences of
 a batch, B that of sequences, K of fields of an event, P of fields of a sample, C of
@@ -63,51 +63,74 @@ class Part(ModelPart, kw_only=True):
         z = self._rms("norm", y)
         return nn.activation(self.activation)(z * self._dense("gate", z.shape[2])(z))
 
-
-class Mha(Part, kw_only=True):
-    """Attention of the rows of each sequence, or of learned queries, to its rows.
-
-    Attributes:
-        seeds: the number of learned queries of each sequence; None for its rows.
-    """
-
-    seeds: int | None = None
-
-    @linen.compact
-    def __call__(self, s: Float[Array, "R D"], sequences: nn.Sequences) -> Array:
-        """Returns [R, D], or [B, seeds, D]."""
-        (count, dim), batch = s.shape, len(sequences.lengths)
-        # The place after the last row is 0: what is new is near whatever the length.
-        places = sequences.place - sequences.lengths[sequences.of]
-        if self.seeds is None:
-            of = sequences.of
-            q, k, v = self._heads(self._dense("qkv", 3 * dim)(s), 3)
-            q = nn.rotated(self._bounded("q_norm", q), places)
-        else:
-            of = jnp.repeat(jnp.arange(batch), self.seeds)
-            k, v = self._heads(self._dense("kv", 2 * dim)(s), 2)
-            shape = self.seeds, self.num_heads, k.shape[2]
-            normal = linen.initializers.normal(1.0)
-            q = self.param("queries", normal, shape, jnp.float32).astype(k.dtype)
-            q = jnp.tile(self._bounded("q_norm", q), (batch, 1, 1))
-        ends = sequences.offsets[of], sequences.offsets[of + 1]
-        visible = nn.span_visibility(*ends, count)
-        length = -(-count // batch)
-        k = nn.rotated(self._bounded("k_norm", k), places)
-        how: dict[str, Any] = dict(recipe=self.recipe, implementation=self.kernels)
-        seen = nn.attend(q, k, v, visible, length=length, **how)
-        out = self._dense("out", dim)(seen.reshape(-1, dim))
-        return out if self.seeds is None else out.reshape(batch, self.seeds, dim)
-
     @linen.nowrap
     def _bounded(self, name: str, x: Array) -> Array:
         return nn.QkNorm(self.qk_norm, name=name)(x)
 
     @linen.nowrap
-    def _heads(self, x: Array, parts: int) -> list[Array]:
-        size = x.shape[1] // parts // self.num_heads
-        split = x.reshape(len(x), parts, self.num_heads, size)
-        return [split[:, i] for i in range(parts)]
+    def _attended(
+        self, q: Array, k: Array, v: Array, of: Array, sequences: nn.Sequences
+    ) -> Float[Array, "Q h d"]:
+        """Returns the attention of queries to all rows of their sequences, `of`."""
+        ends = sequences.offsets[of], sequences.offsets[of + 1]
+        visible = nn.span_visibility(*ends, len(k))
+        how: dict[str, Any] = dict(recipe=self.recipe, implementation=self.kernels)
+        length = -(-len(k) // len(sequences.lengths))
+        return nn.attend(q, k, v, visible, length=length, **how)
+
+
+class Mha(Part, kw_only=True):
+    """Attention of the rows of each sequence to its rows.
+
+    Attributes:
+        longest: the most rows of a sequence.
+    """
+
+    longest: int
+
+    @linen.compact
+    def __call__(
+        self, s: Float[Array, "R D"], sequences: nn.Sequences
+    ) -> Float[Array, "R D"]:
+        """Returns a row for each row."""
+        dim = s.shape[1]
+        heads = self._dense("qkv", 3 * dim)(s).reshape(len(s), 3, self.num_heads, -1)
+        # What is new is near whatever the length.
+        to_end = sequences.lengths[sequences.of] - sequences.place
+        q, k = (
+            nn.rotated(self._bounded(f"{name}_norm", heads[:, i]), to_end, self.longest)
+            for i, name in enumerate("qk")
+        )
+        seen = self._attended(q, k, heads[:, 2], sequences.of, sequences)
+        return self._dense("out", dim)(seen.reshape(-1, dim))
+
+
+class Pma(Part, kw_only=True):
+    """Attention of learned queries to the rows of each sequence.
+
+    The queries of a head have the width of the rows, which are keys and values: its
+    projections of keys would only change the queries, and those of values `out`.
+
+    Attributes:
+        seeds: the number of what is learned of each sequence.
+    """
+
+    seeds: int
+
+    @linen.compact
+    def __call__(
+        self, s: Float[Array, "R D"], sequences: nn.Sequences
+    ) -> Float[Array, "B seeds D"]:
+        """Returns what is pooled of each sequence."""
+        dim, batch = s.shape[1], len(sequences.lengths)
+        shape = self.seeds * self.num_heads, 1, dim
+        normal = linen.initializers.normal(1.0)
+        q = self.param("queries", normal, shape, jnp.float32).astype(s.dtype)
+        q = jnp.tile(self._bounded("q_norm", q), (batch, 1, 1))
+        k = self._bounded("k_norm", s[:, None])
+        of = jnp.repeat(jnp.arange(batch), shape[0])
+        seen = self._attended(q, k, s[:, None], of, sequences)
+        return self._dense("out", dim)(seen.reshape(batch, self.seeds, -1))
 
 
 class FeatureSummary(Part, kw_only=True):
@@ -135,7 +158,7 @@ class SequenceSummary(Part, kw_only=True):
     ) -> Float[Array, "B n_S D"]:
         """Returns the summary of each sequence, of zeros for rows that it lacks."""
         cls = sequences.oldest(s, self.num_cls)
-        pooled = Mha(seeds=self.num_seeds, **self.options, name="pma")(s, sequences)
+        pooled = Pma(seeds=self.num_seeds, **self.options, name="pma")(s, sequences)
         recent = sequences.newest(s, self.num_recent, after=self.num_cls)
         return self._gate(jnp.concatenate([cls, pooled, recent], axis=1))
 
@@ -164,7 +187,7 @@ class SequenceLayer(Part, kw_only=True):
         precision = exact if s.dtype == jnp.float32 else None  # TF32 on GPUs
         pffn = sequences.flat(by_sample(ws, x_sum, dims, precision))
         z = s + self._added("pffn_norm", pffn)
-        attend = Mha(**self.options, name="attention")
+        attend = Mha(longest=self.longest, **self.options, name="attention")
         seen = attend(self._read("attention_norm", z), sequences)
         return z + self._added("attention_norm", seen)
 
@@ -236,13 +259,14 @@ class InterFormer(EventModel):
         )
         items = self._items(self._masked(fields, train), train)
         features = self._features_of(events, has_positions=False)
-        s = self._scaled(items + features)[rows]
+        s = nn.distinct_rows(self._scaled(items + features), rows)
         known = fields[events.targets], context
         x = self._tokens(known, self.num_embeddings, self.token_mlp, train)
         x = self._scaled(x)
         x_sum = self._part(FeatureSummary, 0, num_sums=self.num_sums)(x)
         taken, sequences = nn.with_leaders(histories.offsets, len(s), self.num_cls)
-        s = jnp.concatenate([x_sum[:, : self.num_cls].reshape(-1, self.dim), s])[taken]
+        s = jnp.concatenate([x_sum[:, : self.num_cls].reshape(-1, self.dim), s])
+        s = nn.distinct_rows(s, taken)
         for layer in range(self.num_layers):
             if layer:
                 x_sum = self._part(FeatureSummary, layer, num_sums=self.num_sums)(x)

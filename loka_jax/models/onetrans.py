@@ -64,7 +64,7 @@ class OneTransLayer(ModelPart, kw_only=True):
         seen = nn.attend(q, k, v, visible, length=mean, **how)
         seen = seen.reshape(-1, dim)
         seen = seen[: len(newest[0])], seen[len(newest[0]) :].reshape(x[1].shape)
-        kept = x[0][newest[0]], x[1]
+        kept = nn.distinct_rows(x[0], newest[0]), x[1]
         z = self._sum("attention_norm", kept, self._mixed("out", dim, seen))
         hidden = self._mixed("ffn_in", self.ffn_factor * dim, self._read("ffn_norm", z))
         act = nn.activation(self.activation)
@@ -82,7 +82,9 @@ class OneTransLayer(ModelPart, kw_only=True):
             q, k, v = jnp.split(of_rows, 3, axis=1)
         else:
             k, v = jnp.split(self._dense("kv", 2 * dim)(rows), 2, axis=1)
-            q = self._dense("q", dim)(rows[newest]) if most else nothing
+            q = nothing
+            if most:
+                q = self._dense("q", dim)(nn.distinct_rows(rows, newest))
         of_tokens = of_tokens.reshape(-1, 3 * dim)
         pairs = zip((q, k, v), jnp.split(of_tokens, 3, axis=1), strict=True)
         joined = map(jnp.concatenate, pairs)
@@ -183,7 +185,7 @@ class OneTrans(EventModel):
         known = fields[events.targets], shared.reshape(len(shared), *context.shape[1:])
         tokens = self._tokens(known, self.num_tokens, self.token_mlp, train)
         tokens += features[events.targets][:, None]
-        x = (self._items(fields, train) + features)[rows], tokens
+        x = nn.distinct_rows(self._items(fields, train) + features, rows), tokens
         x = _each(self._scaled, x)
         kept = *(self.pyramid or (None,) * (self.num_layers - 1)), 0
         for number, most in enumerate(kept):

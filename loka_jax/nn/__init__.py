@@ -46,6 +46,7 @@ from loka_jax.nn.planned import Model, Planned
 from loka_jax.nn.scale_state import check_scales
 from loka_jax.nn.sites import Site, list_sites, sites_of
 from loka_jax.nn.softmax import attend, jagged_softmax_attention, rotated
+from loka_jax.ops.distinct_rows import distinct_rows
 from loka_jax.ops.interaction import dot_features, join_features
 from loka_jax.ops.products import Activations
 from loka_jax.ops.residual import Residual
@@ -98,6 +99,7 @@ __all__ = [
     "check_scales",
     "convert",
     "dot_features",
+    "distinct_rows",
     "histories_of",
     "jagged_attention",
     "jagged_softmax_attention",

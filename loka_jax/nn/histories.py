@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from loka_jax import jagged
 from loka_jax.jagged import Visibility
+from loka_jax.ops.distinct_rows import distinct_rows
 
 _MULTIPLE = 128  # of rows: a block of them then has no tokens
 
@@ -32,6 +33,8 @@ class Histories(NamedTuple):
         self, num_rows: int, most: int | None = None
     ) -> tuple[Int32[Array, " n"], "Histories"]:
         """Returns the newest rows of each history, and where these lie.
+
+        Rows beyond the last history are -1, see `distinct_rows`.
 
         Args:
             num_rows: C.
@@ -62,6 +65,8 @@ def histories_of(
     candidates: Int32[Array, " B"] | None,
 ) -> tuple[Int32[Array, " C"], Histories]:
     """Returns the rows of histories among those of sequences, and where they lie.
+
+    Rows beyond the last history are -1, see `distinct_rows`.
 
     Args:
         offsets: sequence b is the rows `offsets[b]` to `offsets[b + 1]`.
@@ -136,22 +141,29 @@ class Sequences(NamedTuple):
         Args:
             after: rows at the start of a sequence that are not taken.
         """
-        age = jnp.arange(count)[None, :]
-        rows = x[jnp.maximum(self.offsets[1:, None] - 1 - age, 0)]
+        age = jnp.arange(count, dtype=jnp.int32)[None]
         is_row = age < self.lengths[:, None] - after
-        return jnp.where(is_row[..., None], rows, 0)
+        return _padded(x, self.offsets[1:, None] - 1 - age, is_row)
 
     def oldest(self, x: Float[Array, "R D"], count: int) -> Float[Array, "B n D"]:
         """Returns the first rows of each sequence, or zeros; see `flat`."""
-        place = jnp.arange(count)[None, :]
-        rows = x[jnp.minimum(self.offsets[:-1, None] + place, len(x) - 1)]
-        return jnp.where((place < self.lengths[:, None])[..., None], rows, 0)
+        place = jnp.arange(count, dtype=jnp.int32)[None]
+        is_row = place < self.lengths[:, None]
+        return _padded(x, self.offsets[:-1, None] + place, is_row)
 
     def flat(self, x: Float[Array, "B n D"]) -> Float[Array, "R D"]:
-        """Returns the rows of sequences that are padded to n."""
+        """Returns the rows of sequences that are padded to n; zeros of others."""
         most = x.shape[1]
-        place = jnp.minimum(self.place, most - 1)
-        return jax.lax.collapse(x, 0, 2)[self.of * most + place]
+        row = jnp.arange(len(self.of), dtype=jnp.int32)
+        is_row = (self.place < most) & (row < self.offsets[-1])
+        rows = jnp.where(is_row, self.of * most + self.place, -1)
+        return distinct_rows(jax.lax.collapse(x, 0, 2), rows)
+
+
+def _padded(x: Float[Array, "R D"], rows: Array, is_row: Array) -> Array:
+    """Returns rows [B, n, D], zeros where there is none."""
+    flat = distinct_rows(x, jnp.where(is_row, rows, -1).reshape(-1))
+    return flat.reshape(*rows.shape, x.shape[1])
 
 
 def with_leaders(
@@ -166,7 +178,7 @@ def with_leaders(
 
     Returns:
         Where each row lies among `[tokens; rows]`, first all tokens in the order of
-        sequences; and the sequences.
+        sequences, -1 of rows beyond the last sequence; and the sequences.
     """
     batch = len(offsets) - 1
     tokens = batch * count
@@ -176,4 +188,4 @@ def with_leaders(
     place = row - own[of]
     among_rows = tokens + offsets[of] + place - count
     taken = jnp.where(place < count, of * count + place, among_rows)
-    return jnp.minimum(taken, len(row) - 1), Sequences(own, of, place)
+    return jnp.where(row < own[-1], taken, -1), Sequences(own, of, place)

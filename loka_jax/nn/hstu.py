@@ -17,6 +17,7 @@ from loka_jax.nn.jagged_attention import JaggedAttention
 from loka_jax.nn.norm_dense import NormParameters
 from loka_jax.nn.norms import QkNorm, QkNormName, normalize
 from loka_jax.nn.pre_norm_dense import PreNormDense
+from loka_jax.ops.distinct_rows import distinct_rows
 from loka_jax.recipe import Recipe
 
 
@@ -35,7 +36,7 @@ def newest_rows(
     """
     rows, kept = jagged.newest(offsets, counts, min(most, len(x)))
     left_out = (offsets - kept)[1:][jagged.sequence_of(offsets, targets)]
-    return x[rows], kept, jnp.maximum(targets - left_out, 0)
+    return distinct_rows(x, rows), kept, jnp.maximum(targets - left_out, 0)
 
 
 class HstuLayer(linen.Module):

@@ -101,21 +101,28 @@ class _Scores(BatchedSite):
 
 
 def rotated(
-    x: Float[Array, "C h d"], positions: Int32[Array, " C"]
+    x: Float[Array, "C h d"], positions: Int32[Array, " C"], most: int
 ) -> Float[Array, "C h d"]:
     """Returns queries or keys turned by angles that grow with their positions.
 
     Their products depend on the difference of positions. Of a head of d columns, j and
     j + d/2 are a pair, turned by `position * 10000^(-2j/d)`; d is even.
 
+    Args:
+        positions: of rows, from 0 to `most`.
+
     References:
         Su et al., RoFormer, arXiv 2104.09864.
     """
     half = x.shape[2] // 2
     speeds = 1e4 ** -(jnp.arange(half, dtype=jnp.float32) / half)
-    places = positions.astype(jnp.float32)[:, None]
-    angles = (places * speeds[None, :])[:, None, :]
-    sines, cosines = jnp.sin(angles), jnp.cos(angles)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=2)
-    turned = a * cosines - b * sines, a * sines + b * cosines
-    return jnp.concatenate(turned, axis=2).astype(x.dtype)
+    # Sines of each position, not row: few, so that reading them costs no memory's time.
+    angles = jnp.arange(most + 1, dtype=jnp.float32)[:, None] * speeds[None]
+    cosines, sines = (
+        jnp.take(table, positions, axis=0, mode="clip")[:, None, None, :]
+        for table in (jnp.cos(angles), jnp.sin(angles))
+    )
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:2], 2, half)
+    signs = jnp.array([-1.0, 1.0]).reshape(1, 1, 2, 1)
+    turned = pairs * cosines + pairs[:, :, ::-1] * (sines * signs)
+    return turned.reshape(x.shape).astype(x.dtype)

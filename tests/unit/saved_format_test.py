@@ -128,7 +128,7 @@ def test_the_form_of_a_checkpoint_has_this_number():
     shapes = (f"{keystr(at)[1:]}{[*x.shape]}" for at, x in statistics)
     forms.append(" ".join(shapes).replace(", ", ","))
     assert (saved_format.RUN, *forms) == (
-        17,
+        18,
         "step position examples seconds plateau best changes returns drift "
         "unsafe broken replanned confirmed guard scale_watch days "
         "alarms",

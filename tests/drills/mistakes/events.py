@@ -174,8 +174,8 @@ MISTAKES = [
     Mistake(
         "keys of a history are not turned by their places",
         INTERFORMER,
-        '        k = nn.rotated(self._bounded("k_norm", k), places)\n',
-        "",
+        "to_end = sequences.lengths[sequences.of] - sequences.place\n",
+        "to_end = 0 * sequences.place\n",
         "whole/models/interformer_test.py",
     ),
     Mistake(

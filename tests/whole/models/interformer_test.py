@@ -82,11 +82,14 @@ def turned(x, places):
     return np.concatenate([z.real, z.imag], axis=-1)
 
 
+def shares(scores):
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
 def attention(q, k, v, params):
     scores = np.einsum("ihd,jhd->hij", q, k) / np.sqrt(q.shape[-1])
-    shares = np.exp(scores - scores.max(-1, keepdims=True))
-    shares = shares / shares.sum(-1, keepdims=True)
-    seen = np.einsum("hij,jhd->ihd", shares, v)
+    seen = np.einsum("hij,jhd->ihd", shares(scores), v)
     return dense(seen.reshape(len(q), -1), params["out"])
 
 
@@ -96,15 +99,17 @@ def heads(x, parts):
 
 
 def places_of(s):
-    return np.arange(len(s)) - len(s)
+    return len(s) - np.arange(len(s))
 
 
 def history(model, s, params):
     """Returns S_sum of [CLS; rows]."""
     pma = params["pma"]
-    k, v = heads(dense(s, pma["kv"]), 2)
-    q, k = bounded(model, pma["queries"], k, pma)
-    pooled = attention(q, turned(k, places_of(s)), v, pma)
+    q, k = bounded(model, pma["queries"], s[:, None], pma)
+    # Seeds, each of heads, whose keys and values are the rows.
+    scores = np.einsum("qcd,jcd->qj", q, k) / np.sqrt(s.shape[1])
+    pooled = shares(scores) @ s
+    pooled = dense(pooled.reshape(SEEDS, -1), pma["out"])
     recent = np.zeros((RECENT, s.shape[1]))
     newest = s[CLS:][::-1][:RECENT]
     recent[: len(newest)] = newest
@@ -259,7 +264,7 @@ def test_every_product_is_a_site():
     expected |= {
         f"history_{i}/{x}"
         for i in range(MODEL.num_layers + 1)
-        for x in ("gate", *(f"pma/{y}" for y in ("kv", *attention)))
+        for x in ("gate", *(f"pma/{y}" for y in attention))
     }
     interaction = ("dot_mlp/dense_0", "dot_mlp/dense_1", "cross_net/u_0")
     interaction += ("cross_net/v_0", "cross/compress", "residual/compress")
