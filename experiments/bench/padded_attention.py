@@ -76,7 +76,8 @@ def in_place_of_jagged(batch: int, longest: int) -> Callable[..., Array]:
         row = jnp.arange(len(first), dtype=jnp.int32)
         is_few = len(q) != len(k)
         if is_few:
-            of = row // (len(q) // batch)
+            each = len(q) // batch or len(q)  # a model is initialized by one sequence
+            of = row // each
         else:  # the first row of each sequence
             number = jnp.cumsum(is_row & (first == row), dtype=jnp.int32) - 1
             of = jnp.where(is_row, number, batch)
@@ -89,8 +90,10 @@ def in_place_of_jagged(batch: int, longest: int) -> Callable[..., Array]:
         shape = batch, length
         k, v = (nn.distinct_rows(x, rows).reshape(*shape, *x.shape[1:]) for x in (k, v))
         if is_few:
-            few = q.reshape(batch, -1, *q.shape[1:])
-            return _few(few, k, v, end - start, scale).reshape(len(q), *v.shape[2:])
+            count = len(q) // each
+            few = q.reshape(count, each, *q.shape[1:])
+            few = _few(few, k[:count], v[:count], (end - start)[:count], scale)
+            return few.reshape(len(q), *v.shape[2:])
         queries = nn.distinct_rows(q, rows).reshape(k.shape)
         lengths = dict.fromkeys(
             ("query_seq_lengths", "key_value_seq_lengths"), end - start
