@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from loka_jax.jagged import Visibility
 from loka_jax.xla.jagged_walk import product, unblocked, walk
 
-_BLOCK = 128  # rows
+_BLOCK = 64  # rows: of longer ones, those of short histories see few
 _LOWEST = -1e30  # of scores: a number, of which differences are none that is NaN
 
 
