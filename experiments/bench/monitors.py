@@ -18,7 +18,7 @@ from unittest import mock
 import tyro
 
 from experiments.bench import result as results
-from experiments.bench.steps import READ_STEP, chain_of, warm_up
+from experiments.bench.steps import READ_STEP, batches_of, chain_of, warm_up
 from experiments.configs import get_config
 from loka_jax.measure.timing import time_chains
 from loka_jax.nn import ProbeConfig
@@ -76,7 +76,8 @@ def _measured(
     run: Run, observer: ProbeConfig | ErrorsAlone, calls: int
 ) -> dict[str, float]:
     """Returns the microseconds of steps and of reading, and the monitors' share."""
-    state, batches = warm_up(run)
+    batches = batches_of(run)
+    state = warm_up(run, run.init(), batches)
     step = run.train_step(scales_initialized=True)
     # Steps donate the state that they are given.
     chains = {"with": _observed(run, observer, state, batches)}

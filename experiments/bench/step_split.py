@@ -16,14 +16,14 @@ compiled step. Arms, by default the first two, xla RECIPE and dispatch:
 Without a GPU the parts are zero: `--batch-size 64 --calls 2`.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 from unittest import mock
 
-import jax
 import tyro
 
 from experiments.bench import result as results
@@ -31,18 +31,21 @@ from experiments.bench.models import MODS, Mod
 from experiments.bench.padded_attention import in_place_of_jagged
 from experiments.bench.steps import (
     READ_STEP,
+    batches_of,
     chain_of,
     kernels_by_part,
     memory_bytes,
     warm_up,
 )
 from experiments.configs import get_config
+from loka_jax.data import Batch
 from loka_jax.dispatch.plan import plan_rows
 from loka_jax.measure.compiling import NO_CAPTURE
 from loka_jax.measure.timing import time_chains
 from loka_jax.models import InterFormer
 from loka_jax.ops import softmax_attention
 from loka_jax.train.build import Run, build
+from loka_jax.train.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,10 +76,17 @@ def main(arguments: Arguments) -> None:
     arms = arguments.arms or _arms(arguments.config)
     options = arguments.batch_size, arguments.mods, arguments.plan
     runs = {arm: run_of(arguments.config, arm, *options) for arm in arms}
-    chains, measured = {}, {}
+    lowered = {}
     for arm, run in runs.items():
         with _attention_of(arm, run):
-            chains[arm], measured[arm] = _measured(run)
+            lowered[arm] = _lowered(run)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        jobs = (pool.submit(job) for own in lowered.values() for job in own.jobs)
+        for job in list(jobs):
+            job.result()
+    chains, measured = {}, {}
+    for arm, run in runs.items():
+        chains[arm], measured[arm] = _measured(run, lowered.pop(arm))
     times = time_chains(chains, calls=arguments.calls)
     base = next(iter(times.values())).median_us
     result = results.head("step_split", arguments) | {
@@ -144,19 +154,38 @@ def _attention_of(arm: str, run: Run) -> contextlib.AbstractContextManager:
     return mock.patch.object(softmax_attention, "softmax_attention", attention)
 
 
-def _measured(run: Run):
+class _Lowered(NamedTuple):
+    """A run that begins, jobs that compile its steps, and that without captures."""
+
+    state: TrainState
+    batches: list[Batch]
+    jobs: list[Callable[[], None]]
+    compiled: concurrent.futures.Future
+
+
+def _lowered(run: Run) -> _Lowered:
+    """Returns a run whose steps are lowered, to be compiled beside those of others."""
+    state, batches = run.init(), batches_of(run)
+    first, step = run.train_step(), run.train_step(scales_initialized=True)
+    without_captures = step.lower(state, batches[0])
+    compiled = concurrent.futures.Future()
+    programs = [first] if first is step else [first, step]  # of delayed scales, two
+    jobs = [program.lowered(state, batches[0]) for program in programs]
+    jobs.append(lambda: compiled.set_result(without_captures.compile(dict(NO_CAPTURE))))
+    return _Lowered(state, batches, jobs, compiled)
+
+
+def _measured(run: Run, lowered: _Lowered):
     """Returns steps as a chain, and a step's memory and its kernel time by part."""
-    state, batches = warm_up(run)
-    step = run.train_step(scales_initialized=True)
-    compiled = step.lower(state, batches[0]).compile(dict(NO_CAPTURE))
+    batches, compiled = lowered.batches, lowered.compiled.result()
+    state = warm_up(run, lowered.state, batches)
     # The step takes no statistics of Probe where it does not observe.
     held = [dataclasses.replace(state, probe={})]
     chain = chain_of(compiled, held, batches, READ_STEP)
     parts = kernels_by_part(compiled.as_text() or "", chain)
     measured = {"memory_bytes": memory_bytes(compiled), "kernels_us": parts}
-    chain = chain_of(step, held, batches, READ_STEP)
-    jax.block_until_ready(chain(1))  # compiled as this arm has it
-    return chain, measured
+    step = run.train_step(scales_initialized=True)
+    return chain_of(step, held, batches, READ_STEP), measured
 
 
 def _print(result: dict[str, Any]):

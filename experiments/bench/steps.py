@@ -59,11 +59,8 @@ def chain_of(
     return queue
 
 
-def warm_up(run: Run) -> tuple[TrainState, list[Batch]]:
-    """Returns the state after steps that set delayed scales, and batches to time.
-
-    Of batches of histories, whose sizes differ, they are those of the most frequent.
-    """
+def batches_of(run: Run) -> list[Batch]:
+    """Returns batches to time: of histories, whose sizes differ, the most frequent."""
     train, size = run.splits.train, run.config.loop.batch_size
     batches = [
         jax.block_until_ready(train.batch(Position(0, i, 0), size, shuffle=True))
@@ -71,11 +68,14 @@ def warm_up(run: Run) -> tuple[TrainState, list[Batch]]:
     ]
     sizes = [[x.shape for x in jax.tree.leaves(batch)] for batch in batches]
     most = max(sizes, key=sizes.count)
-    batches = [batch for batch, own in zip(batches, sizes, strict=True) if own == most]
-    state = run.init()
+    return [batch for batch, own in zip(batches, sizes, strict=True) if own == most]
+
+
+def warm_up(run: Run, state: TrainState, batches: Sequence[Batch]) -> TrainState:
+    """Returns the state after steps that set delayed scales."""
     for batch in batches[:3]:
         state = run.train_step()(state, batch)
-    return state, batches
+    return state
 
 
 def memory_bytes(compiled: Any) -> int:

@@ -31,7 +31,8 @@ def test_step_split_divides_the_first_arms_time_by_each(timed, tmp_path):
         step_split,
         {"a": 300.0, "b": 100.0},
         run_of=lambda *of: asked.append(of) or SimpleNamespace(plan="plan"),
-        _measured=lambda run: (None, record),
+        _lowered=lambda run: SimpleNamespace(jobs=[]),
+        _measured=lambda run, lowered: (None, record),
         plan_rows=lambda plan: [plan],
     )
     options = {"arms": ("a", "b"), "batch_size": 64, "mods": ("block",), "plan": "off"}

@@ -16,8 +16,8 @@ def test_batches_of_one_size_are_timed():
     run = SimpleNamespace(
         splits=SimpleNamespace(train=SimpleNamespace(batch=batch)),
         config=SimpleNamespace(loop=SimpleNamespace(batch_size=2)),
-        init=lambda: 0,
         train_step=lambda: lambda state, batch: state + 1,
     )
-    state, batches = steps.warm_up(run)
-    assert [len(batch["rows"]) for batch in batches] == [4] * 5 and state == 3
+    batches = steps.batches_of(run)
+    assert [len(batch["rows"]) for batch in batches] == [4] * 5
+    assert steps.warm_up(run, 0, batches) == 3
