@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from loka_jax import nn
 from loka_jax.models.ranking import RankingModel
@@ -83,6 +83,61 @@ class EventModel(RankingModel):
         gain = self.num_layers**-0.5 if self.branch_norm else None
         return dict(num_heads=self.num_heads, branch_gain=gain, qk_norm=self.qk_norm)
 
+    @linen.compact
+    def __call__(
+        self,
+        dense_features: Float[Array, "B 0"],
+        embeddings: tuple[Float[Array, "B P d"], Float[Array, "C K d"]],
+        events: Any,
+        *,
+        train: bool = False,
+    ) -> Float[Array, "N"] | Float[Array, "N T"]:
+        """Returns float32 logits.
+
+        Args:
+            dense_features: none; event logs have no such columns.
+            embeddings: of the fields of the samples, and of the events.
+            events: the sequences of the batch, `loka_jax.data.Events`.
+
+        Raises:
+            ValueError: if options do not fit each other, or these events.
+        """
+        del dense_features
+        self._check(events)
+        x = self._candidates(*embeddings, events, train)
+        mlp = self._mlp("head_mlp", self.head_mlp, dropout_rate=self.dropout_rate)
+        hidden = mlp(x, train=train)
+        logits = nn.Dense(self.num_tasks, recipe="f32", name="head")(hidden)
+        return logits if self.num_tasks > 1 else logits[:, 0]
+
+    @linen.nowrap
+    def _check(self, events: Any) -> None:
+        """Raises ValueError if options do not fit each other, or these events."""
+
+    @linen.nowrap
+    def _candidates(
+        self,
+        context: Float[Array, "B P d"],
+        fields: Float[Array, "C K d"],
+        events: Any,
+        train: bool,
+    ) -> Float[Array, "N _"]:
+        """Returns what the head reads of each candidate."""
+        raise NotImplementedError
+
+    @linen.nowrap
+    def _histories(
+        self, context: Array, fields: Array, events: Any
+    ) -> tuple[Int32[Array, " C"], nn.Histories]:
+        """Returns the rows of histories, and where they lie, see `nn.histories_of`."""
+        return nn.histories_of(
+            events.offsets,
+            events.targets,
+            len(fields),
+            contexts=context.shape[1],
+            candidates=events.candidates,
+        )
+
     @linen.nowrap
     def _scaled(self, x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
         return x if self.input_scale == 1 else x * self.input_scale
@@ -137,12 +192,3 @@ class EventModel(RankingModel):
         ]
         indices = tuple(index for *_, index in lookups)
         return nn.sum_of_rows(tuple(tables), indices, self.compute_dtype)
-
-    @linen.nowrap
-    def _logits(
-        self, x: Float[Array, "N _"], train: bool
-    ) -> Float[Array, "N"] | Float[Array, "N T"]:
-        mlp = self._mlp("head_mlp", self.head_mlp, dropout_rate=self.dropout_rate)
-        hidden = mlp(x, train=train)
-        logits = nn.Dense(self.num_tasks, recipe="f32", name="head")(hidden)
-        return logits if self.num_tasks > 1 else logits[:, 0]

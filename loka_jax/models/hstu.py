@@ -52,27 +52,23 @@ class Hstu(EventModel):
     input_dropout_rate: float = 0.0
     layer_dropout_rate: float = 0.0
 
-    @linen.compact
-    def __call__(
+    @linen.nowrap
+    def _check(self, events: Any) -> None:
+        is_truncated = self.truncate_after in range(self.num_layers)
+        if is_truncated and events.candidates is None:
+            raise ValueError(
+                "--truncate-after leaves out events that are to be predicted: set "
+                "--data.targets last."
+            )
+
+    @linen.nowrap
+    def _candidates(
         self,
-        dense_features: Float[Array, "B 0"],
-        embeddings: tuple[Float[Array, "B P d"], Float[Array, "C K d"]],
+        context: Float[Array, "B P d"],
+        fields: Float[Array, "C K d"],
         events: Any,
-        *,
-        train: bool = False,
-    ) -> Float[Array, "N"] | Float[Array, "N T"]:
-        """Returns float32 logits.
-
-        Args:
-            dense_features: none; event logs have no such columns.
-            embeddings: of the fields of the samples, and of the events.
-            events: the sequences of the batch, `loka_jax.data.Events`.
-
-        Raises:
-            ValueError: if sequences whose events are all to be predicted are truncated.
-        """
-        del dense_features
-        context, fields = embeddings
+        train: bool,
+    ) -> Float[Array, "N D"]:
         items = self._items(fields, train)
         x = self._with_context(items + self._features_of(events), context, events)
         x = self._scaled(x)
@@ -81,11 +77,6 @@ class Hstu(EventModel):
         contextual, candidates = events.contextual, events.candidates
         for layer in range(self.num_layers):
             if layer == self.truncate_after:
-                if candidates is None:
-                    raise ValueError(
-                        "--truncate-after leaves out events that are to be predicted: "
-                        "set --data.targets last."
-                    )
                 counts = candidates + (self.truncate_to - 1)
                 most = len(counts) * (self.truncate_to - 1) + len(targets)
                 x, offsets, targets = nn.newest_rows(x, offsets, targets, counts, most)
@@ -98,7 +89,7 @@ class Hstu(EventModel):
                 train=train,
             )
         users = self._last_norm(x[targets], "layer", train)
-        return self._logits(users * items[events.targets], train)
+        return users * items[events.targets]
 
     @linen.nowrap
     def _layer(self, number: int) -> nn.HstuLayer:

@@ -226,37 +226,15 @@ class InterFormer(EventModel):
     dot_mlp: tuple[int, ...] = (512,)
     cross_rank: int | None = None
 
-    @linen.compact
-    def __call__(
+    @linen.nowrap
+    def _candidates(
         self,
-        dense_features: Float[Array, "B 0"],
-        embeddings: tuple[Float[Array, "B P d"], Float[Array, "C K d"]],
+        context: Float[Array, "B P d"],
+        fields: Float[Array, "C K d"],
         events: Any,
-        *,
-        train: bool = False,
-    ) -> Float[Array, "B"] | Float[Array, "B T"]:
-        """Returns float32 logits.
-
-        Args:
-            dense_features: none; event logs have no such columns.
-            embeddings: of the fields of the samples, and of the events.
-            events: the sequences of the batch, `loka_jax.data.Events`, of one candidate
-                each.
-
-        Raises:
-            ValueError: if sizes do not match, or several events of a sequence are to be
-                predicted.
-        """
-        del dense_features
-        self._check(events)
-        context, fields = embeddings
-        rows, histories = nn.histories_of(
-            events.offsets,
-            events.targets,
-            len(fields),
-            contexts=context.shape[1],
-            candidates=events.candidates,
-        )
+        train: bool,
+    ) -> Float[Array, "B _"]:
+        rows, histories = self._histories(context, fields, events)
         items = self._items(self._masked(fields, train), train)
         features = self._features_of(events, has_positions=False)
         s = nn.distinct_rows(self._scaled(items + features), rows)
@@ -275,7 +253,7 @@ class InterFormer(EventModel):
             longest = self.max_length + self.num_cls
             s = self._part(SequenceLayer, layer, longest=longest)(s, x_sum, sequences)
         x = self._with_sum(self.num_layers, x, s, sequences)
-        return self._logits(jax.lax.collapse(x, 1), train)
+        return jax.lax.collapse(x, 1)
 
     @linen.nowrap
     def _check(self, events: Any) -> None:

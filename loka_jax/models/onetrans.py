@@ -149,37 +149,16 @@ class OneTrans(EventModel):
     ffn_factor: int = 4
     pyramid: tuple[int, ...] = ()
 
-    @linen.compact
-    def __call__(
+    @linen.nowrap
+    def _candidates(
         self,
-        dense_features: Float[Array, "B 0"],
-        embeddings: tuple[Float[Array, "B P d"], Float[Array, "C K d"]],
+        context: Float[Array, "B P d"],
+        fields: Float[Array, "C K d"],
         events: Any,
-        *,
-        train: bool = False,
-    ) -> Float[Array, "N"] | Float[Array, "N T"]:
-        """Returns float32 logits.
-
-        Args:
-            dense_features: none; event logs have no such columns.
-            embeddings: of the fields of the samples, and of the events.
-            events: the sequences of the batch, `loka_jax.data.Events`.
-
-        Raises:
-            ValueError: if heads do not divide D, or the pyramid has another number of
-                layers, or leaves out events that are to be predicted.
-        """
-        del dense_features
-        self._check(events)
-        context, fields = embeddings
+        train: bool,
+    ) -> Float[Array, "N _"]:
         features = self._features_of(events)
-        rows, histories = nn.histories_of(
-            events.offsets,
-            events.targets,
-            len(fields),
-            contexts=context.shape[1],
-            candidates=events.candidates,
-        )
+        rows, histories = self._histories(context, fields, events)
         of_samples = jax.lax.collapse(context, 1)
         shared: Array = nn.sum_of_rows((of_samples,), (histories.of,), context.dtype)
         known = fields[events.targets], shared.reshape(len(shared), *context.shape[1:])
@@ -190,8 +169,7 @@ class OneTrans(EventModel):
         kept = *(self.pyramid or (None,) * (self.num_layers - 1)), 0
         for number, most in enumerate(kept):
             x, histories = self._layer(number)(x, histories, most)
-        tokens = self._last_norm(x[1], "rms", train)
-        return self._logits(jax.lax.collapse(tokens, 1), train)
+        return jax.lax.collapse(self._last_norm(x[1], "rms", train), 1)
 
     @linen.nowrap
     def _check(self, events: Any) -> None:
