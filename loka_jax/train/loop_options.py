@@ -143,7 +143,9 @@ class ProbeOptions:
         learned: Any = dict(decay=self.decay, recipes=self.recipes)
         if self.every is None:
             return ErrorsAlone(**learned)
-        is_rare = (step - self._start) % (every * _COVARIANCES_EVERY) == 0
+        # A first weight has not moved: short runs compile one program.
+        steps = step - self._start
+        is_rare = steps > 0 and steps % (every * _COVARIANCES_EVERY) == 0
         return ProbeConfig(**learned, moves_weight_covariances=is_rare)
 
     def first_review(self) -> int | None:
