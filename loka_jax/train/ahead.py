@@ -12,6 +12,7 @@ After it, beside its own steps, in two threads:
 
     probe      compiles what Probe learns of the sites by
     look       then, a look at the operands of sites in FP8
+    rare       then, what moves covariances of weights
 
     steps      compiles the steps of the plan that was checked, and its looks
 
@@ -68,10 +69,13 @@ def make_ahead(run: Run, state: TrainState, progress: Progress, batch: Batch) ->
     """Begins to make what comes after the first step; of the arrays types are read."""
     if not _compiles_ahead(run):
         return
-    probe = run.config.probe.first()
-    observe = None if probe is None else probe_step(run, probe)
-    jobs = [] if observe is None or observe.has_run else [observe.ahead(state, batch)]
-    _begin([*jobs, *_look(run, state, progress, batch)])
+    probe = run.config.probe
+    jobs = _observed(run, probe.first(), state, batch)
+    jobs += _look(run, state, progress, batch)
+    if probe.first_move < run.total_steps:
+        rare = probe.config_at(probe.first_move)
+        jobs += _observed(run, rare, state, batch)
+    _begin(jobs)
     if run.hope is not None:
         run.hope.is_ready.clear()
         _begin([lambda: _make_hoped(run, progress, batch)])
@@ -80,6 +84,16 @@ def make_ahead(run: Run, state: TrainState, progress: Progress, batch: Batch) ->
 def _compiles_ahead(run: Run) -> bool:
     """Returns whether a run has one device, and batches of one size."""
     return run.placement.size == 1 and not run.config.data.is_log
+
+
+def _observed(
+    run: Run, probe: Any, state: TrainState, batch: Batch
+) -> list[Callable[[], None]]:
+    """Returns the job that compiles what an observer observes by, unless one has."""
+    observe = None if probe is None else probe_step(run, probe)
+    if observe is None or observe.is_begun:
+        return []
+    return [observe.ahead(state, batch)]
 
 
 def _look(

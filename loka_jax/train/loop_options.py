@@ -148,6 +148,11 @@ class ProbeOptions:
         is_rare = steps > 0 and steps % (every * _COVARIANCES_EVERY) == 0
         return ProbeConfig(**learned, moves_weight_covariances=is_rare)
 
+    @property
+    def first_move(self) -> int:
+        """The first step at which covariances of weights may be updated."""
+        return self._start + self.observe_every * _COVARIANCES_EVERY
+
     def first_review(self) -> int | None:
         """Returns the number of steps after which live errors are first reviewed."""
         if not self.observe_every:

@@ -10,6 +10,7 @@ import pytest
 
 from loka_jax.measure.compiling import Ahead
 from loka_jax.train import ahead
+from loka_jax.train.config import ProbeOptions
 from tests.support import train as support
 
 
@@ -116,9 +117,10 @@ def test_probe_comes_before_the_steps_of_the_hoped_plan(
     monkeypatch, count, has_run, is_delayed
 ):
     done = []
-    config = support.config(steps_per_call=count).observed(64, ("fp8_rowwise",))
+    config = support.config(steps_per_call=count)
+    config = dataclasses.replace(config, probe=ProbeOptions(every=64))
     run = _run(config, done, is_delayed=is_delayed)
-    asked = mock.Mock(ahead=lambda *x: lambda: done.append(x), has_run=has_run)
+    asked = mock.Mock(ahead=lambda *x: lambda: done.append(x), is_begun=has_run)
     probe_step = mock.Mock(return_value=asked)
     monkeypatch.setattr(ahead, "probe_step", probe_step)
     look = mock.Mock(ahead=lambda *x: lambda: done.append("look"), has_run=has_run)
@@ -128,10 +130,13 @@ def test_probe_comes_before_the_steps_of_the_hoped_plan(
     monkeypatch.setattr(ahead.threading, "Thread", _at_once)
     ahead.make_ahead(run, "state", "progress", "batch")
     steps = [(is_delayed, steps) for steps in sorted({1, count})]
-    observed = [] if has_run else [("state", "batch"), "look"]
+    seen = ("state", "batch")
+    observed = [] if has_run else [seen, "look", seen]
     its_look = ["look"] * (is_delayed and not has_run)
     assert done == [*observed, *steps, *its_look] and run.hope.is_ready.is_set()
-    probe_step.assert_called_once_with(run, config.probe.first())
+    # Steps without and, later, with covariances of weights are programs of their own.
+    probes = [config.probe.config_at(step) for step in (0, 1280)]
+    assert probe_step.call_args_list == [mock.call(run, probe) for probe in probes]
 
 
 @pytest.mark.parametrize("choices", [("bf16",), None])
@@ -142,7 +147,7 @@ def test_nothing_is_compiled_for_a_plan_that_is_the_same_or_cannot_be_made(
     monkeypatch.setattr(ahead, "_look", lambda *_: [])
     config, done = support.config().observed(64, ("fp8_rowwise",)), []
     run = _run(config, done, is_delayed=True, choices=choices)
-    asked = mock.Mock(has_run=True)
+    asked = mock.Mock(is_begun=True)
     monkeypatch.setattr(ahead, "probe_step", mock.Mock(return_value=asked))
     monkeypatch.setattr(ahead.threading, "Thread", _at_once)
     if choices is None:
@@ -177,6 +182,6 @@ def test_nothing_is_compiled_ahead_over_a_mesh_or_without_probe(
     config = support.config()
     probe = dataclasses.replace(config.probe, begin=begin)
     run = mock.Mock(config=dataclasses.replace(config, probe=probe), hope=None)
-    run.placement.size = devices
+    run.placement.size, run.total_steps = devices, 10_000
     ahead.make_ahead(run, "state", "progress", "batch")
     probe_step.assert_not_called()
