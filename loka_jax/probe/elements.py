@@ -23,6 +23,7 @@ _FIELDS = (
     *("count", "mean", "m2", "m3", "m4"),
     *("amax", "last_amax", "flushed", "clipped", "amax_ratio"),
 )
+_ADDED = "count", "m2", "m3", "m4", "flushed", "clipped"  # over uses of a site
 # A variance below this share of the mean square is rounding error.
 _NO_VARIANCE = 1e-6
 
@@ -104,6 +105,13 @@ def elements_of(
 def amax_of(x: Float[Array, "m k"]) -> Float[Array, ""]:
     """Returns the largest magnitude, reducing rows first as `_sums` does."""
     return fp8.amax(fp8.amax(x, axes=(1,)))
+
+
+def of_uses(batch: Elements, uses: Float[Array, ""]) -> Elements:
+    """Returns what the sum over some uses of a site tells: means are those of uses."""
+    is_added = jnp.array([name in _ADDED for name in _FIELDS])
+    values = batch.values
+    return Elements(jnp.where(is_added, values, values / jnp.maximum(uses, 1)))
 
 
 def merge(a: Elements, b: Elements) -> Elements:

@@ -132,22 +132,32 @@ class ProbeConfig:
 def merge(stats: SiteStats, batch: SiteStats, decay: float = 1.0) -> SiteStats:
     """Returns the statistics after a batch, or part of one, was observed.
 
-    `decay` is the factor on the weight of what was seen earlier.
+    `decay` is the factor on the weight of what was seen earlier. Of several uses of a
+    site in a step `batch` is the sum; what differs between their means is left out of
+    the scatter.
     """
+    uses = batch.errors.steps
 
     def rows(a: Rows, b: Rows) -> Rows:
-        factor = jnp.where(b.moments.count > 0, decay, 1.0)
+        count = b.moments.count
+        factor = jnp.where(count > 0, decay, 1.0)
+        mean = b.moments.mean / jnp.maximum(count, 1)  # `_rows` tells the sum
         return Rows(
-            moments=moments.merge(a.moments, b.moments, factor),
+            moments=moments.merge(a.moments, b.moments._replace(mean=mean), factor),
             norms=factor * a.norms + b.norms,
-            elements=elements.merge(a.elements, b.elements),
+            elements=elements.merge(a.elements, elements.of_uses(b.elements, uses)),
         )
 
+    def weight(earlier: Array, told: Array) -> Array:
+        return jnp.where(uses > 0, told / jnp.maximum(uses, 1), earlier)
+
+    normal = jax.tree.map(weight, stats.rhs.normal, batch.rhs.normal)
     is_seen = batch.rhs.elements.count > 0
-    last = jnp.where(is_seen, batch.rhs.elements.values, stats.rhs.elements.values)
+    earlier, last = stats.rhs.elements.values, batch.rhs.elements.values
+    last = weight(earlier, jnp.where(is_seen, last, uses * earlier))
     return SiteStats(
         lhs=rows(stats.lhs, batch.lhs),
-        rhs=Weight(batch.rhs.normal, Elements(last)),
+        rhs=Weight(normal, Elements(last)),
         g=rows(stats.g, batch.g),
         errors=live_errors.merge(stats.errors, batch.errors, decay),
     )
@@ -249,8 +259,10 @@ def _rows(earlier: Rows, x: Float[Array, "m k"], stored, axis_names) -> Rows:
     if x.shape[0] == 0:
         return jax.tree.map(jnp.zeros_like, earlier)
     norms = row_norms.norms_of(x, earlier.moments.mean)
+    seen = moments.moments_of(x, earlier.moments.scatter.shape[-1], axis_names)
     batch = Rows(
-        moments=moments.moments_of(x, earlier.moments.scatter.shape[-1], axis_names),
+        # A sum, which adds up with those of other uses of the site.
+        moments=seen._replace(mean=seen.count * seen.mean),
         norms=jax.lax.psum(norms, axis_names),
         elements=_elements(earlier.elements, x, stored, axis_names),
     )

@@ -109,6 +109,32 @@ def test_two_batches_are_learned_as_they_are():
     close(weight.elements.read()["saturation"], clipped)
 
 
+def test_several_uses_of_a_site_in_a_step_are_learned_as_rows_of_one():
+    """And one that no use was made of keeps what was learned."""
+    stats = _learn(CONFIG.init(M, K, N), *_operands())
+    lhs, rhs, g = _operands(seed=9)
+    told = [
+        CONFIG.observe(stats, operands_of(x, rhs, g, SCALES)) for x in (lhs, lhs + 1)
+    ]
+    both = site.merge(stats, jax.tree.map(jnp.add, *told), CONFIG.decay)
+    twice = site.merge(stats, told[0], CONFIG.decay)
+    jax.tree.map(np.testing.assert_array_equal, both.rhs.normal, twice.rhs.normal)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+    close(both.rhs.elements.values, twice.rhs.elements.values)
+    seen = some_rows(lhs, CONFIG.max_rows)
+    earlier = CONFIG.decay * stats.lhs.moments.count
+    count = earlier + 2 * len(seen)
+    assert both.lhs.moments.count == count
+    total = earlier * stats.lhs.moments.mean + np.sum(seen + (seen + 1), axis=0)
+    close(both.lhs.moments.mean, total / count)
+    mean_of_two = (np.abs(seen).max() + np.abs(seen + 1).max()) / 2
+    close(both.lhs.elements.read()["last_amax"], mean_of_two)
+    empty = jax.tree.map(jnp.zeros_like, told[0])
+    jax.tree.map(
+        np.testing.assert_array_equal, site.merge(stats, empty, CONFIG.decay), stats
+    )
+
+
 # Of 1e30, the fourth power is not finite, which counts in statistics of elements alone.
 @pytest.mark.parametrize(
     "operand, value", [(0, np.nan), (0, 1e30), (1, np.inf), (2, np.inf)]
