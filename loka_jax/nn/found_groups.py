@@ -295,9 +295,13 @@ def _casts_within(value: Value, steps: set[Step]) -> Iterator[Step]:
                 yield step
 
 
-def _casts_of(value: Value, steps: set[Step]) -> list[Value]:
-    casts = [x for x in value.readers if x.name in CASTS and x in steps]
-    return [out for step in casts for out in step.outputs]
+def _casts_of(value: Value, steps: set[Step]) -> Iterator[Value]:
+    """Yields casts of a value within the group, and casts of these."""
+    for step in value.readers:
+        if step.name in CASTS and step in steps:
+            (out,) = step.outputs
+            yield out
+            yield from _casts_of(out, steps)
 
 
 def _member(layer: Layer) -> Member:

@@ -10,6 +10,7 @@ from flax import linen
 
 from loka_jax import nn
 from loka_jax.group import Dense
+from loka_jax.nn import rewrite
 from loka_jax.site import Choice
 from tests.support.flow import MODELS, X, layers_of, loss
 from tests.support.nn import initialized, listed, rounded
@@ -87,6 +88,45 @@ def test_values_between_that_a_model_returns_do_not_keep_its_layers_apart():
         found = jax.jit(model.apply)(variables, x)
         for a, b in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
             np.testing.assert_allclose(a, b, rtol=0.05, atol=0.05)
+
+
+class MixedPrecision(linen.Module):
+    """Layers in bfloat16 whose last result a head reads in float32."""
+
+    last: str
+
+    @linen.compact
+    def __call__(self, x):
+        dense = functools.partial(linen.Dense, 32, dtype=jnp.bfloat16)
+        x = dense()(linen.relu(dense()(x)))
+        if self.last == "norm":
+            x = linen.LayerNorm(dtype=jnp.bfloat16)(linen.silu(x))
+        elif self.last == "sum":
+            x = x + linen.relu(dense()(x))
+        return linen.Dense(1, dtype=jnp.float32, name="head")(x)[:, 0]
+
+
+@pytest.mark.parametrize("last", ["bias", "norm", "sum"])
+def test_no_product_of_a_group_runs_as_written_too(monkeypatch, last):
+    """Else a group is computed for nothing: its results are those as written."""
+    as_written = []
+
+    def run(step, values):
+        as_written.append(step.name)
+        return run_as_written(step, values)
+
+    run_as_written = rewrite._run_as_written
+    monkeypatch.setattr(rewrite, "_run_as_written", run)
+    plain = MixedPrecision(last)
+    model = nn.convert(plain, recipe="bf16")
+    variables = initialized(plain, X)
+    members = [x.path for x in nn.list_sites(model, X) if x.group is not None]
+    assert len(members) == 3 if last == "sum" else 2
+    with nn.overriding(dict.fromkeys(members, Choice.parse("group bf16"))):
+        as_written.clear()
+        found = jax.jit(model.apply)(variables, X)
+    assert as_written and "dot_general" not in as_written
+    np.testing.assert_allclose(found, plain.apply(variables, X), rtol=0.1, atol=0.1)
 
 
 def test_contracted_dims_come_in_any_order():
