@@ -153,8 +153,8 @@ def merge(stats: SiteStats, batch: SiteStats, decay: float = 1.0) -> SiteStats:
 
     normal = jax.tree.map(weight, stats.rhs.normal, batch.rhs.normal)
     is_seen = batch.rhs.elements.count > 0
-    earlier, last = stats.rhs.elements.values, batch.rhs.elements.values
-    last = weight(earlier, jnp.where(is_seen, last, uses * earlier))
+    last = batch.rhs.elements.values / jnp.maximum(uses, 1)
+    last = jnp.where(is_seen, last, stats.rhs.elements.values)
     return SiteStats(
         lhs=rows(stats.lhs, batch.lhs),
         rhs=Weight(normal, Elements(last)),

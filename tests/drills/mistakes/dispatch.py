@@ -269,8 +269,15 @@ MISTAKES = [
     Mistake(
         "elements of a weight are those of the first one",
         f"{_PROBE}/site.py",
-        "jnp.where(is_seen, batch.rhs.elements.values, stats.rhs.elements.values)",
-        "jnp.where(is_seen, stats.rhs.elements.values, batch.rhs.elements.values)",
+        "jnp.where(is_seen, last, stats.rhs.elements.values)",
+        "jnp.where(is_seen, stats.rhs.elements.values, last)",
+        "unit/probe/site_test.py",
+    ),
+    Mistake(
+        "means of several uses of a site in a step add up",
+        f"{_PROBE}/site.py",
+        "mean = b.moments.mean / jnp.maximum(count, 1)",
+        "mean = b.moments.mean / jnp.maximum(count, 1) * uses",
         "unit/probe/site_test.py",
     ),
     Mistake(

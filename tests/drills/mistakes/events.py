@@ -186,6 +186,13 @@ MISTAKES = [
         "whole/models/interformer_test.py",
     ),
     Mistake(
+        "the first row has gradients of places without a row",
+        "loka_jax/ops/distinct_rows.py",
+        "jnp.where(rows < 0, len(like), rows)",
+        "jnp.maximum(rows, 0)",
+        "unit/ops/distinct_rows_test.py",
+    ),
+    Mistake(
         "candidates that change the rows of their history share it",
         SEQUENCES,
         "    most = 1 if layout.one_candidate else most\n",

@@ -34,6 +34,13 @@ MISTAKES = [
         "whole/nn/converted_flow_test.py",
     ),
     Mistake(
+        "a group's result that is cast twice is computed again as written",
+        f"{NN}/found_groups.py",
+        "            yield from _casts_of(out, steps)\n",
+        "",
+        "whole/nn/found_groups_test.py",
+    ),
+    Mistake(
         "a function of pairs of vectors is taken for the pairs",
         f"{NN}/found_pairs.py",
         "return np.where(number % 2, number, -number) << 20",
