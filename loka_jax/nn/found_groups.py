@@ -248,12 +248,11 @@ def _together(layers: list[Layer]) -> Together | None:
     inner = [v for x in layers for v in x.inner]
     casts = {s for v in (*results, *inner) for s in _casts_within(v, steps)}
     steps |= casts
-    outputs = [
-        (out, numbers[v])
-        for v in dict.fromkeys(results)
-        for out in [v, *_casts_of(v, steps)]
-        if out.is_output or set(out.readers) - steps
-    ]
+    outputs = []
+    for result in dict.fromkeys(results):
+        forms = [result, *_casts_of(result, steps)]
+        if any(x.is_output or set(x.readers) - steps for x in forms):
+            outputs += [(x, numbers[result]) for x in forms]
     group = Group(
         rows=layers[0].rows,
         inputs=tuple((_columns(v, layers),) for v in inputs),

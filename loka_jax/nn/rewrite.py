@@ -1,7 +1,7 @@
 """Runs a traced program with its products as sites, by themselves or in groups."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -19,7 +19,7 @@ from loka_jax.nn.dense import as_matrix, run_planned, with_state
 from loka_jax.nn.dense import product as dot
 from loka_jax.nn.explicit_axes import run_in_auto
 from loka_jax.nn.found_groups import Together, groups_of, why_in_no_group
-from loka_jax.nn.found_layers import Layer, Network
+from loka_jax.nn.found_layers import CASTS, Layer, Network
 from loka_jax.nn.found_pairs import FoundPairs
 from loka_jax.nn.group import GroupPlan, plans_in_group, without_fp8_dlhs
 from loka_jax.nn.host import Host, Key, Made
@@ -186,10 +186,20 @@ class _Run:
             if not any(value in self.values for value, _ in unit.outputs):
                 self._run_group(unit)
         elif unit is not None:
-            if _end(unit) not in self.values:
-                self.values[_end(unit)] = self._run_site(unit)
+            if (end := _end(unit)) not in self.values:
+                out = self._run_site(unit)
+                for form in self._forms(end, unit):
+                    array = out.reshape(form.shape).astype(form.aval.dtype)
+                    self.values[form] = array
         else:
             self._run_alone(step)
+
+    def _forms(self, end: Value, unit: Product) -> Iterator[Value]:
+        """Yields what a site makes, and of what that is a cast within the site."""
+        yield end
+        step = end.maker
+        if step is not None and step.name in CASTS and self.of_step.get(step) is unit:
+            yield from self._forms(step.inputs[0], unit)
 
     def _run_alone(self, step: Step) -> None:
         values = [self.value(x) for x in step.inputs]
@@ -218,16 +228,14 @@ class _Run:
         """Returns what a site makes that runs by itself."""
         if product.pairs is not None:
             return self._run_pairs(product, product.pairs)
-        step, end = product.step, _end(product)
+        step = product.step
         x, w = self.value(product.data), self.value(step.inputs[1])
         if product.fused:
-            out = self._run_fused(product, x, w)
-        elif product.is_stacked:
-            out = self._run_stacked(product, x, w)
-        else:
-            host, told = self._host(product), self._told(product)
-            out = dot(host, x, w, product.dims, *_options(step), **told)
-        return out.reshape(end.shape).astype(end.aval.dtype)
+            return self._run_fused(product, x, w)
+        if product.is_stacked:
+            return self._run_stacked(product, x, w)
+        host, told = self._host(product), self._told(product)
+        return dot(host, x, w, product.dims, *_options(step), **told)
 
     def _why_pairs_left(self, product: Product) -> str | None:
         """Returns why products of vectors in pairs run as written, or None."""
@@ -251,7 +259,7 @@ class _Run:
             z = rows.reshape(shape)
             return dot_features(None, z, multiple=1, pairs=pairs.pairs)
 
-        return run_in_auto(run, rows, rows, rows).astype(pairs.end.aval.dtype)
+        return run_in_auto(run, rows, rows, rows)
 
     def _told(self, product: Product) -> dict[str, Any]:
         """Returns what is announced of a site besides its plan."""
