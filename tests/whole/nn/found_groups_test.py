@@ -132,7 +132,7 @@ def test_no_product_of_a_group_runs_as_written_too(monkeypatch):
 
     run_as_written = rewrite._run_as_written
     monkeypatch.setattr(rewrite, "_run_as_written", run)
-    for seed in range(40):
+    for seed in range(24):
         model = nn.convert(MixedPrecision(seed), recipe="bf16")
         sites = nn.list_sites(model, X)
         members = [x.path for x in sites if x.group is not None]
@@ -140,7 +140,7 @@ def test_no_product_of_a_group_runs_as_written_too(monkeypatch):
         with nn.overriding(dict.fromkeys(members, Choice.parse("group bf16"))):
             jax.eval_shape(model.apply, variables, X)
         in_groups += len(members)
-    assert in_groups > 80 and as_written and "dot_general" not in as_written
+    assert in_groups > 50 and as_written and "dot_general" not in as_written
 
 
 def test_contracted_dims_come_in_any_order():
