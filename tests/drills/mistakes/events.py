@@ -188,7 +188,7 @@ MISTAKES = [
     Mistake(
         "the first row has gradients of places without a row",
         "loka_jax/ops/distinct_rows.py",
-        "jnp.where(rows < 0, len(like), rows)",
+        "jnp.where(rows < 0, count, rows)",
         "jnp.maximum(rows, 0)",
         "unit/ops/distinct_rows_test.py",
     ),

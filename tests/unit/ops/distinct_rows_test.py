@@ -9,15 +9,17 @@ from loka_jax.ops.distinct_rows import distinct_rows
 from tests.support import normal
 
 
+@pytest.mark.parametrize("columns", [(3,), (), (2, 3)])
 @pytest.mark.parametrize(
     ("count", "rows"), [(5, [3, -1, 0, 4]), (5, [-1, -1]), (5, []), (0, [-1]), (1, [0])]
 )
-def test_rows_and_gradients_are_those_of_indexing(count, rows):
-    x = normal(count, 3) if count else jnp.zeros((0, 3))
+def test_rows_and_gradients_are_those_of_indexing(count, rows, columns):
+    x = normal(count, *columns) if count else jnp.zeros((0, *columns))
     rows = jnp.array(rows, jnp.int32)
-    weights = normal(len(rows), 3, seed=1) if len(rows) else jnp.zeros((0, 3))
+    shape = len(rows), *columns
+    weights = normal(*shape, seed=1) if len(rows) else jnp.zeros(shape)
     out, pull = jax.vjp(lambda x: distinct_rows(x, rows), x)
-    expected, gradient = np.zeros((len(rows), 3)), np.zeros((count, 3))
+    expected, gradient = np.zeros(shape), np.zeros(x.shape)
     for place, row in enumerate(rows):
         if row >= 0:
             expected[place], gradient[row] = x[row], weights[place]
