@@ -116,7 +116,7 @@ def rotated(
     """
     half = x.shape[2] // 2
     speeds = 1e4 ** -(jnp.arange(half, dtype=jnp.float32) / half)
-    # Sines of each position, not row: few, so that reading them costs no memory's time.
+    # A table by position stays in the caches; one by row would be read from memory.
     angles = jnp.arange(most + 1, dtype=jnp.float32)[:, None] * speeds[None]
     cosines, sines = (
         jnp.take(table, positions, axis=0, mode="clip")[:, None, None, :]
