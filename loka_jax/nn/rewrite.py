@@ -186,20 +186,21 @@ class _Run:
             if not any(value in self.values for value, _ in unit.outputs):
                 self._run_group(unit)
         elif unit is not None:
-            if (end := _end(unit)) not in self.values:
+            if _end(unit) not in self.values:
                 out = self._run_site(unit)
-                for form in self._forms(end, unit):
-                    array = out.reshape(form.shape).astype(form.aval.dtype)
-                    self.values[form] = array
+                self.values |= {x: _as(x, out) for x in self._forms(unit)}
         else:
             self._run_alone(step)
 
-    def _forms(self, end: Value, unit: Product) -> Iterator[Value]:
+    def _forms(self, unit: Product) -> Iterator[Value]:
         """Yields what a site makes, and of what that is a cast within the site."""
-        yield end
-        step = end.maker
-        if step is not None and step.name in CASTS and self.of_step.get(step) is unit:
-            yield from self._forms(step.inputs[0], unit)
+        value = _end(unit)
+        yield value
+        while (step := value.maker) is not None and step.name in CASTS:
+            if self.of_step.get(step) is not unit:
+                return
+            (value,) = step.inputs
+            yield value
 
     def _run_alone(self, step: Step) -> None:
         values = [self.value(x) for x in step.inputs]
@@ -339,8 +340,7 @@ class _Run:
         outs = run_group(group, plans, inputs, tuple(layers), states, words=words)
         of_number = dict(zip(group.outputs, outs, strict=True))
         for value, number in together.outputs:
-            out = of_number[number].reshape(value.shape)
-            self.values[value] = out.astype(value.aval.dtype)
+            self.values[value] = _as(value, of_number[number])
 
     def _kernel(self, product: Product) -> Array:
         """Returns the float32 weight of a site as a matrix."""
@@ -369,6 +369,11 @@ class _Run:
             return run_program(program, arguments, self.rules, given, self.made)
 
         return build_again(step, values, self.given, run)
+
+
+def _as(value: Value, out: Array) -> Array:
+    """Returns an array in the shape and dtype of a value."""
+    return out.reshape(value.shape).astype(value.aval.dtype)
 
 
 def _as_array(x: Any) -> Any:
