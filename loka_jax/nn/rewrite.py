@@ -196,10 +196,8 @@ class _Run:
         """Yields what a site makes, and of what that is a cast within the site."""
         value = _end(unit)
         yield value
-        while (step := value.maker) is not None and step.name in CASTS:
-            if self.of_step.get(step) is not unit:
-                return
-            (value,) = step.inputs
+        while (s := value.maker) and s.name in CASTS and self.of_step.get(s) is unit:
+            (value,) = s.inputs
             yield value
 
     def _run_alone(self, step: Step) -> None:

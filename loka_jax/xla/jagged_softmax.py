@@ -21,8 +21,8 @@ from jaxtyping import Array, Float
 from loka_jax.jagged import Visibility
 from loka_jax.xla.jagged_walk import product, unblocked, walk
 
-# Rows. On two CPU cores 1.25 times as fast as 128 on sequences of 77, of which a block has
-# several that do not see each other, and 0.87 times on sequences of 2,048.
+# Rows. On two CPU cores 1.25 times as fast as 128 on sequences of 77, several of which
+# a block has that do not see each other, and 0.87 times on sequences of 2,048.
 _BLOCK = 64
 _LOWEST = -1e30  # of scores: a number, of which differences are none that is NaN
 
