@@ -23,6 +23,9 @@ from jaxtyping import Array, Float, Int32
 from loka_jax import nn
 from loka_jax.models.ranking import RankingModel
 
+# Of the fields of samples, and of events.
+type Embeddings = tuple[Float[Array, "B P d"], Float[Array, "C K d"]]
+
 _STD = 0.02  # of vectors that are added to those of events, at the start
 
 
@@ -87,7 +90,7 @@ class EventModel(RankingModel):
     def __call__(
         self,
         dense_features: Float[Array, "B 0"],
-        embeddings: tuple[Float[Array, "B P d"], Float[Array, "C K d"]],
+        embeddings: Embeddings,
         events: Any,
         *,
         train: bool = False,
@@ -104,7 +107,7 @@ class EventModel(RankingModel):
         """
         del dense_features
         self._check(events)
-        x = self._candidates(*embeddings, events, train)
+        x = self._candidates(embeddings, events, train)
         mlp = self._mlp("head_mlp", self.head_mlp, dropout_rate=self.dropout_rate)
         hidden = mlp(x, train=train)
         logits = nn.Dense(self.num_tasks, recipe="f32", name="head")(hidden)
@@ -116,20 +119,17 @@ class EventModel(RankingModel):
 
     @linen.nowrap
     def _candidates(
-        self,
-        context: Float[Array, "B P d"],
-        fields: Float[Array, "C K d"],
-        events: Any,
-        train: bool,
+        self, embeddings: Embeddings, events: Any, train: bool
     ) -> Float[Array, "N _"]:
         """Returns what the head reads of each candidate."""
         raise NotImplementedError
 
     @linen.nowrap
     def _histories(
-        self, context: Array, fields: Array, events: Any
+        self, embeddings: Embeddings, events: Any
     ) -> tuple[Int32[Array, " C"], nn.Histories]:
         """Returns the rows of histories, and where they lie, see `nn.histories_of`."""
+        context, fields = embeddings
         return nn.histories_of(
             events.offsets,
             events.targets,

@@ -18,7 +18,7 @@ from flax import linen
 from jaxtyping import Array, Float
 
 from loka_jax import nn
-from loka_jax.models.events import EventModel
+from loka_jax.models.events import Embeddings, EventModel
 
 
 class Hstu(EventModel):
@@ -63,12 +63,9 @@ class Hstu(EventModel):
 
     @linen.nowrap
     def _candidates(
-        self,
-        context: Float[Array, "B P d"],
-        fields: Float[Array, "C K d"],
-        events: Any,
-        train: bool,
+        self, embeddings: Embeddings, events: Any, train: bool
     ) -> Float[Array, "N D"]:
+        context, fields = embeddings
         items = self._items(fields, train)
         x = self._with_context(items + self._features_of(events), context, events)
         x = self._scaled(x)

@@ -33,7 +33,7 @@ from jaxtyping import Array, Float
 
 from loka_jax import nn
 from loka_jax.models.dhen import DhenLayer
-from loka_jax.models.events import EventModel
+from loka_jax.models.events import Embeddings, EventModel
 from loka_jax.models.ranking import ModelPart
 
 
@@ -228,13 +228,10 @@ class InterFormer(EventModel):
 
     @linen.nowrap
     def _candidates(
-        self,
-        context: Float[Array, "B P d"],
-        fields: Float[Array, "C K d"],
-        events: Any,
-        train: bool,
+        self, embeddings: Embeddings, events: Any, train: bool
     ) -> Float[Array, "B _"]:
-        rows, histories = self._histories(context, fields, events)
+        context, fields = embeddings
+        rows, histories = self._histories(embeddings, events)
         items = self._items(self._masked(fields, train), train)
         features = self._features_of(events, has_positions=False)
         s = nn.distinct_rows(self._scaled(items + features), rows)

@@ -26,7 +26,7 @@ from flax import linen
 from jaxtyping import Array, Float
 
 from loka_jax import nn
-from loka_jax.models.events import EventModel
+from loka_jax.models.events import Embeddings, EventModel
 from loka_jax.models.ranking import ModelPart
 
 type Mixed = tuple[Float[Array, "_ _"], Float[Array, "N L _"]]  # rows and tokens
@@ -151,14 +151,11 @@ class OneTrans(EventModel):
 
     @linen.nowrap
     def _candidates(
-        self,
-        context: Float[Array, "B P d"],
-        fields: Float[Array, "C K d"],
-        events: Any,
-        train: bool,
+        self, embeddings: Embeddings, events: Any, train: bool
     ) -> Float[Array, "N _"]:
+        context, fields = embeddings
         features = self._features_of(events)
-        rows, histories = self._histories(context, fields, events)
+        rows, histories = self._histories(embeddings, events)
         of_samples = jax.lax.collapse(context, 1)
         shared: Array = nn.sum_of_rows((of_samples,), (histories.of,), context.dtype)
         known = fields[events.targets], shared.reshape(len(shared), *context.shape[1:])
