@@ -149,15 +149,22 @@ def _dropouts(value: Value) -> Iterator[Following]:
                 continue
             key, share = drawn.inputs
             steps = frozenset([scale, choose])
-            is_same = share.constant is not None and share.constant == keep
+            is_same = _is_rounded(share.constant, keep)
             if not is_same or not is_closed(steps, choose.outputs[0]):
                 continue
             yield Following(
                 *("dropout", steps, choose.outputs[0]),
-                rate=round(1 - float(keep), 6),
+                rate=round(1 - float(share.constant), 6),
                 vectors=(key,),
                 is_alone=not value.stays and value.readers == [scale],
             )
+
+
+def _is_rounded(share: Any, keep: Any) -> bool:
+    """Returns True if `keep` is the constant `share` in its own dtype."""
+    if share is None or keep is None:
+        return False
+    return bool(np.asarray(share).astype(np.asarray(keep).dtype) == keep)
 
 
 def _gates(value: Value, rows: int) -> Iterator[Following]:
@@ -297,8 +304,9 @@ def _known(region: _Region, end: Value) -> Following | None:
     if not np.all(np.isfinite(y)):
         return None
     small = np.s_[:, :16]
-    for name in _ACTIVATIONS:
-        z = activation(name, x.shape[1])
+    dtypes = dict.fromkeys((np.dtype(np.float32), region.start.aval.dtype))
+    for name, dtype in itertools.product(_ACTIVATIONS, dtypes):
+        z = activation(name, x.shape[1], dtype)
         if _is_close(z[small], y[small]) and _is_close(z, y):
             return Following("activation", steps, end, name)
     used = [v for v in region.vectors if _reads(steps, v, region)]

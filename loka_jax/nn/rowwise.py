@@ -182,14 +182,18 @@ def probe(n: int, seed: int = 0) -> ndarray:
 
 
 @functools.cache
-def activation(name: ActivationName, n: int) -> ndarray:
-    """Returns what an activation makes of the probe of n numbers."""
-    return _run(_of_activation(name), [probe(n)], 0)
+def activation(name: ActivationName, n: int, dtype: np.dtype) -> ndarray:
+    """Returns what an activation makes of the probe of n numbers.
+
+    Args:
+        dtype: to which its constants are rounded, as in a program of that dtype.
+    """
+    return _run(_of_activation(name, dtype), [probe(n)], 0)
 
 
 @functools.cache
-def _of_activation(name: ActivationName) -> jex.Jaxpr:
-    x = jax.ShapeDtypeStruct((), jnp.float32)
+def _of_activation(name: ActivationName, dtype: np.dtype) -> jex.Jaxpr:
+    x = jax.ShapeDtypeStruct((), dtype)
     return jax.make_jaxpr(xla.ACTIVATIONS[name])(x).jaxpr
 
 

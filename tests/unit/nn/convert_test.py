@@ -1,6 +1,7 @@
 """Flax models that nobody here wrote, run as sites by `nn.convert`."""
 
 import functools
+import math
 from typing import Any
 
 import chex
@@ -239,6 +240,36 @@ def test_sites_tell_what_is_fused_and_why_not():
     sites = listed(*converted("block"))
     assert sites["attention/value"].why_not_fused.startswith("another product follows")
     assert sum(site.share for site in sites.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_follows_is_found_in_every_dtype_though_constants_are_rounded(dtype):
+    def gelu_by_hand(x):
+        return 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    acts = dict(
+        hard_swish=jax.nn.hard_swish,
+        exact_gelu=functools.partial(jax.nn.gelu, approximate=False),
+    )
+    acts |= dict(gelu=gelu_by_hand, swish=jax.nn.silu)
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            for act in (*acts.values(), linen.gelu):
+                x = linen.Dropout(0.1, deterministic=False)(
+                    act(linen.Dense(32, dtype=dtype)(x))
+                )
+                x = linen.RMSNorm(dtype=dtype)(x)
+            return linen.Dense(32, dtype=dtype)(x)
+
+    net = nn.convert(Net(), recipe="bf16")
+    *sites, _ = nn.list_sites(net, jnp.ones((64, 32), dtype))
+    group = sites[0].group
+    assert group is not None
+    own = [x for x in group.layers if x.dropout]
+    assert [x.norm.activation for x in own] == [*acts, "gelu"]
+    assert [x.dropout for x in own] == [0.1] * 5
 
 
 def test_sites_in_no_group_say_why():
