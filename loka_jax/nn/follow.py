@@ -70,8 +70,14 @@ class Following:
 
 
 @dataclasses.dataclass(eq=False)
-class _Region:
-    """The steps after a value that treat each row alike."""
+class Region:
+    """The steps after a value that treat each row alike.
+
+    Attributes:
+        start: the value.
+        results: what they make of a few rows.
+        before: the steps that each result depends on.
+    """
 
     start: Value
     rows: int
@@ -94,7 +100,7 @@ def following(value: Value, rows: int) -> list[Following]:
 
 
 def _following(value: Value, rows: int) -> Iterator[Following]:
-    region = _region(value, rows)
+    region = region_after(value, rows)
     for end in reversed([*region.results]):
         if end is value or end.shape != value.shape:
             continue
@@ -207,10 +213,15 @@ def _is_zero(value: Value) -> bool:
     return np.size(value.constant) == 1 and bool(np.all(value.constant == 0))
 
 
-def _region(value: Value, rows: int) -> _Region:
+def region_after(value: Value, rows: int) -> Region:
+    """Returns the steps after a value that treat its rows alike.
+
+    Args:
+        rows: the number of its leading dims.
+    """
     n = math.prod(value.shape[rows:])
     x = probe(n).reshape(-1, *value.shape[rows:])
-    region = _Region(value, rows, {value: x}, {value: frozenset()}, {}, set())
+    region = Region(value, rows, {value: x}, {value: frozenset()}, {}, set())
     queue = [(step.number, step) for step in value.readers]
     heapq.heapify(queue)
     seen: set[int] = set()
@@ -233,7 +244,7 @@ def _region(value: Value, rows: int) -> _Region:
     return region
 
 
-def _evaluated(region: _Region, step: Step) -> ndarray:
+def _evaluated(region: Region, step: Step) -> ndarray:
     values = [
         region.results[x] if x in region.results else _side(region, x)
         for x in step.inputs
@@ -258,7 +269,7 @@ def _literals(eqn: Any) -> Iterator[float]:
             yield from _literals(one)
 
 
-def _side(region: _Region, value: Value) -> ndarray:
+def _side(region: Region, value: Value) -> ndarray:
     """Returns a probe of a parameter that is the same for all rows, or a scalar."""
     if value.origin is None:
         raise NotRowwise
@@ -297,7 +308,7 @@ def vector_of(value: Value, n: int) -> Value:
     return value
 
 
-def _known(region: _Region, end: Value) -> Following | None:
+def _known(region: Region, end: Value) -> Following | None:
     x, y = region.results[region.start], region.results[end]
     x, y = x.reshape(len(x), -1), np.asarray(y, np.float64).reshape(len(y), -1)
     steps = region.before[end]
@@ -316,7 +327,7 @@ def _known(region: _Region, end: Value) -> Following | None:
     return _known_norm(region, end, x, y, used)
 
 
-def _reads(steps: frozenset[Step], vector: Value, region: _Region) -> bool:
+def _reads(steps: frozenset[Step], vector: Value, region: Region) -> bool:
     n = math.prod(region.start.shape[region.rows :])
     return any(
         vector_of(x, n) is vector
@@ -327,7 +338,7 @@ def _reads(steps: frozenset[Step], vector: Value, region: _Region) -> bool:
 
 
 def _known_norm(
-    region: _Region, end: Value, x: ndarray, y: ndarray, used: list[Value]
+    region: Region, end: Value, x: ndarray, y: ndarray, used: list[Value]
 ) -> Following | None:
     steps = region.before[end]
     has_root = any(s.name in ("rsqrt", "sqrt", "pow", "jit", "pjit") for s in steps)

@@ -36,6 +36,11 @@ class FoundPairs:
     steps: frozenset[Step]
     end: Value
 
+    @property
+    def name(self) -> str:
+        """What its product is."""
+        return f"a product of vectors in pairs, {self.pairs}"
+
 
 def found_pairs(product: Step) -> FoundPairs | None:
     """Returns the products of pairs that a product is the first step of, or None."""

@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from loka_jax.nn.follow import Following, Kind, following
+from loka_jax.nn.found_attention import FoundAttention, found_attention
 from loka_jax.nn.found_pairs import FoundPairs, found_pairs
 from loka_jax.nn.program import PRODUCTS, Program, Step, Value, flops, hidden_products
 from loka_jax.normed import Order
@@ -48,7 +49,7 @@ class Product:
         left: why it runs as written; None for a site.
         spec: m, k and n, of each product of a batch.
         follows: what follows it alone, in an order of `group.Dense`.
-        pairs: what it is a part of where it multiplies pairs of vectors.
+        whole: the operation that it begins: products in pairs, or attention.
         apart: why no more follows.
         inside: the step that hides the product in a program of its own.
     """
@@ -60,7 +61,7 @@ class Product:
     stack: tuple[int, ...] = ()
     left: str | None = None
     follows: list[Following] = dataclasses.field(default_factory=list)
-    pairs: FoundPairs | None = None
+    whole: FoundPairs | FoundAttention | None = None
     apart: str | None = None
     inside: Step | None = None
 
@@ -171,10 +172,10 @@ def _product(step: Step, why_left: Callable) -> Product:
     if is_weight != [False, True]:
         which = "of parameters alone" if all(is_weight) else "of data and data"
         product = _left(step, place, f"a product {which}")
-        pairs = None if any(is_weight) else found_pairs(step)
-        if pairs is not None and why_left(place, step.scope) is None:
-            product.pairs = pairs
-            product.left = f"a product of vectors in pairs, {pairs.pairs}"
+        if not any(is_weight) and why_left(place, step.scope) is None:
+            product.whole = found_pairs(step) or found_attention(step)
+        if product.whole is not None:
+            product.left = product.whole.name
         return product
     origin = origins[1]
     assert origin is not None and origin.path is not None

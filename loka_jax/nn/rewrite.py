@@ -17,19 +17,17 @@ from loka_jax.nn.building import build_again
 from loka_jax.nn.context import as_recipe, current
 from loka_jax.nn.dense import as_matrix, run_planned, with_state
 from loka_jax.nn.dense import product as dot
-from loka_jax.nn.explicit_axes import run_in_auto
 from loka_jax.nn.found_groups import Together, groups_of, why_in_no_group
 from loka_jax.nn.found_layers import CASTS, Layer, Network
-from loka_jax.nn.found_pairs import FoundPairs
 from loka_jax.nn.group import GroupPlan, plans_in_group, without_fp8_dlhs
 from loka_jax.nn.host import Host, Key, Made
 from loka_jax.nn.products import Product
 from loka_jax.nn.program import Program, Step, Value
+from loka_jax.nn.run_whole import run_whole, runs_by, why_as_written
 from loka_jax.nn.sites import announce
 from loka_jax.ops.device import local_device
 from loka_jax.ops.group import run_group, why_not
 from loka_jax.ops.group_sites import LayerArrays
-from loka_jax.ops.interaction import dot_features, why_not_by_kernel
 from loka_jax.ops.plan import KernelPlan, resolve
 from loka_jax.ops.run_site import SiteArrays
 from loka_jax.recipe import Recipe
@@ -84,11 +82,12 @@ class _Run:
         self.of_step: dict[Step, Product | Together] = {}
         self.apart: dict[str, str] = {}
         products, groups = program.found
+        self.products = products
         if made is not None:
             made.paths |= {x.name: None for x in products if x.inside is None}
         for each in products:
-            if each.pairs is not None and self._why_pairs_left(each) is None:
-                self.of_step |= dict.fromkeys(each.pairs.steps, each)
+            if each.whole is not None and self._why_as_written(each) is None:
+                self.of_step |= dict.fromkeys(each.whole.steps, each)
             elif each.left is not None or self._is_as_written(each.name):
                 self.left.setdefault(each.place, []).append(each)
             else:
@@ -214,8 +213,8 @@ class _Run:
         batch = product.batch if product.batch > 1 else None
         told = self._told(product)
         told["left"] = product.left or told["default"]
-        if product.pairs is not None:
-            told["left"] += f": {self._why_pairs_left(product)}"
+        if product.whole is not None:
+            told["left"] += f": {self._why_as_written(product)}"
         announce(self._host(product), plan, batch=batch, **told)
 
     def _spec(self, product: Product) -> SiteSpec:
@@ -225,8 +224,8 @@ class _Run:
 
     def _run_site(self, product: Product) -> Array:
         """Returns what a site makes that runs by itself."""
-        if product.pairs is not None:
-            return self._run_pairs(product, product.pairs)
+        if product.whole is not None:
+            return self._run_whole(product)
         step = product.step
         x, w = self.value(product.data), self.value(step.inputs[1])
         if product.fused:
@@ -236,29 +235,21 @@ class _Run:
         host, told = self._host(product), self._told(product)
         return dot(host, x, w, product.dims, *_options(step), **told)
 
-    def _why_pairs_left(self, product: Product) -> str | None:
-        """Returns why products of vectors in pairs run as written, or None."""
-        assert product.pairs is not None
-        precision = product.step.params["precision"]
-        if precision not in (None, (jax.lax.Precision.DEFAULT,) * 2):
-            return f"in precision {precision}"
-        if current().observer is not None:
-            return "Probe observes it"
+    def _why_as_written(self, product: Product) -> str | None:
+        """Returns why an operation that was found whole runs as written, or None."""
+        assert product.whole is not None
         dtype = as_recipe(self.rules.recipe(product.name)).compute_dtype
-        return why_not_by_kernel(product.pairs.z.shape, dtype)
+        return why_as_written(product.step, product.whole, dtype)
 
-    def _run_pairs(self, product: Product, pairs: FoundPairs) -> Array:
-        """Returns products of vectors in pairs."""
-        host, by = self._host(product), "triton dot_features"
-        announce_batched(host, product.batch, product.spec, runs_by=by)
-        shape, dtype = pairs.z.shape, as_recipe(host.recipe).compute_dtype
-        rows = self.value(pairs.z).astype(dtype).reshape(shape[0], -1)
-
-        def run(rows):
-            z = rows.reshape(shape)
-            return dot_features(None, z, multiple=1, pairs=pairs.pairs)
-
-        return run_in_auto(run, rows, rows, rows)
+    def _run_whole(self, product: Product) -> Array:
+        """Returns the result of an operation that was found whole."""
+        whole, recipe = product.whole, self.rules.recipe(product.name)
+        assert whole is not None
+        for part in self.products:
+            if part.step in whole.steps:
+                host = self._host(part)
+                announce_batched(host, part.batch, part.spec, runs_by=runs_by(whole))
+        return run_whole(whole, self.value, as_recipe(recipe).compute_dtype)
 
     def _told(self, product: Product) -> dict[str, Any]:
         """Returns what is announced of a site besides its plan."""
@@ -394,6 +385,6 @@ def _without(dims: Sequence[int], batch: int) -> list[int]:
 
 def _end(product: Product) -> Value:
     """Returns the value that a site makes where it runs by itself."""
-    if product.pairs is not None:
-        return product.pairs.end
+    if product.whole is not None:
+        return product.whole.end
     return product.fused[-1].end if product.fused else product.step.outputs[0]

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from loka_jax import checked, nn
-from loka_jax.nn import rewrite
+from loka_jax.nn import run_whole
 from loka_jax.nn.conversion import Rules
 from loka_jax.nn.found_groups import find
 from loka_jax.nn.found_pairs import found_pairs
@@ -94,7 +94,7 @@ def served(monkeypatch):
         assert len(shape) == 3
         return None if dtype == jnp.bfloat16 else "not bfloat16"
 
-    monkeypatch.setattr(rewrite, "why_not_by_kernel", why_not)
+    monkeypatch.setattr(run_whole, "why_not_by_kernel", why_not)
 
 
 def model(function, parameters, z):

@@ -1,0 +1,160 @@
+"""Softmax attention in programs that others wrote."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+
+from loka_jax import nn
+from loka_jax.nn import run_whole
+from loka_jax.ops.device import HOPPER
+from tests.support.nn import rounded
+
+B, T, H, D = 2, 128, 2, 16
+Q, K, V = (rounded(B, T, H, D, seed=seed) for seed in range(3))
+SEEN = np.tri(T, dtype=bool)[None, None]
+
+
+def by_flax(q, k, v):
+    return linen.dot_product_attention(q, k, v)
+
+
+def causal(q, k, v):
+    return linen.dot_product_attention(
+        q, k, v, mask=linen.make_causal_mask(q[..., 0, 0])
+    )
+
+
+def padded(q, k, v):
+    scores = jnp.einsum("bihd,bjhd->bhij", q, k) * 0.3
+    scores = jnp.where(v[:, None, None, :, 0, 0] > -1, scores, -1e9)
+    return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores), v)
+
+
+def written_out(q, k, v):
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    scores = (q @ k.swapaxes(-1, -2) / D).astype(jnp.float32)
+    exp = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return ((exp / exp.sum(-1, keepdims=True)).astype(v.dtype) @ v).swapaxes(1, 2)
+
+
+def one_head(q, k, v):
+    q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
+    shares = jax.nn.softmax(0.5 * jnp.einsum("bic,bjc->bij", q, k))
+    return jnp.einsum("bjc,bij->bic", v, shares)
+
+
+def three_dims(q, k, v):
+    return jax.vmap(lambda *x: jax.vmap(by_flax)(*(y[:, None] for y in x)))(
+        *(x[None] for x in (q, k, v))
+    )
+
+
+FOUND = [by_flax, causal, padded, written_out, one_head, three_dims]
+
+
+def attended(function, change=lambda shares: shares):
+    """Attention of which a function of the scores is taken."""
+
+    def attention(q, k, v):
+        shares = function(jnp.einsum("bihd,bjhd->bhij", q, k))
+        return jnp.einsum("bhij,bjhd->bihd", change(shares), v)
+
+    return attention
+
+
+def returns_shares(q, k, v):
+    shares = jax.nn.softmax(jnp.einsum("bihd,bjhd->bhij", q, k))
+    return jnp.einsum("bhij,bjhd->bihd", shares, v), jnp.sum(shares[:, 0])
+
+
+NOT_FOUND = [
+    attended(jax.nn.relu),
+    attended(functools.partial(jax.nn.softmax, axis=-2)),
+    attended(jax.nn.softmax, lambda x: x / 2),
+    attended(jax.nn.softmax, lambda x: x.swapaxes(-1, -2)),
+    attended(lambda x: jax.nn.softmax(jnp.where(SEEN, x, 0.0))),
+    attended(lambda x: jax.nn.softmax(x + jnp.sum(x))),
+    attended(lambda x: jax.nn.softmax(jnp.tanh(x))),
+    returns_shares,
+]
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Lets XLA run what cuDNN runs on a GPU; returns the masks that it was given."""
+    masks = []
+
+    def by_xla(q, k, v, *, mask, scale, implementation):
+        assert implementation == "cudnn"
+        masks.append(mask)
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        scores = scale * jnp.einsum("bihd,bjhd->bhij", q, k)
+        scores = scores if mask is None else jnp.where(mask, scores, -1e30)
+        out = jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores), v)
+        return out.astype(jnp.bfloat16)
+
+    monkeypatch.setattr(run_whole, "local_device", lambda: HOPPER)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    return masks
+
+
+def model(function, parameters, q, k, v):
+    """Products, and the attention of their results."""
+    return function(jnp.tanh(q @ parameters["q"]), k, jnp.tanh(v @ parameters["v"]))
+
+
+def runs_of(function, dtype="bfloat16", **options):
+    """Returns what runs a model's products of data, and why they are left."""
+
+    def run(parameters, q, k, v):
+        return model(function, parameters, q, k, v)
+
+    parameters = {name: jnp.ones((D, D), dtype) for name in "qv"}
+    arrays = (jnp.asarray(x, dtype) for x in (Q, K, V))
+    sites = nn.list_sites(
+        nn.convert(run, recipe="bf16", **options), parameters, *arrays
+    )
+    sites = [site for site in sites if site.path not in ("q", "v")]
+    return [site.runs_by for site in sites], [site.left for site in sites]
+
+
+@pytest.mark.parametrize("function", FOUND)
+def test_attention_computes_what_it_did(served, function):
+    run = functools.partial(model, function)
+    parameters = {name: rounded(D, D, seed=i, scale=0.3) for i, name in enumerate("qv")}
+
+    def of(f):
+        loss = lambda p, *x: jnp.mean(f(p, *x).astype(jnp.float32) ** 2)  # noqa: E731
+        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
+
+    def call(parameters, *x):
+        return run(parameters, *x)
+
+    models = call, nn.convert(call, recipe="bf16")
+    exact, ours = jax.jit(lambda *x: [of(f)(*x) for f in models])(parameters, Q, K, V)
+    for x, y in zip(*map(jax.tree.leaves, (exact, ours)), strict=True):
+        assert np.linalg.norm(x - y) < 2.0**-6 * np.linalg.norm(x)
+    assert [mask is None for mask in served] == [function not in (causal, padded)]
+    assert runs_of(function) == (["cudnn attention"] * 2, [None] * 2)
+
+
+@pytest.mark.parametrize("function", NOT_FOUND)
+def test_what_is_no_attention_runs_as_written(served, function):
+    _, left = runs_of(function)
+    assert {*left} == {"a product of data and data"} and not served
+
+
+def test_attention_that_cudnn_does_not_serve_says_why(served, monkeypatch):
+    assert runs_of(by_flax, skip="*")[1] == ["a product of data and data"] * 2
+    narrow = lambda q, k, v: by_flax(q[..., :12], k[..., :12], v[..., :12])  # noqa: E731
+    few = lambda q, k, v: by_flax(q[:, :32], k, v)  # noqa: E731
+    monkeypatch.setattr(run_whole, "local_device", lambda: HOPPER)
+    for function, said in ((narrow, "heads of 12 and 12 columns"), (few, "32 queries")):
+        first, _ = runs_of(function)[1]
+        assert said in first
+    monkeypatch.undo()
+    assert "no Hopper GPU" in runs_of(by_flax)[1][0]
