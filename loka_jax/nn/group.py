@@ -100,8 +100,9 @@ def _why_apart(
         return plan.why_not
     if implementation == "group" or isinstance(current().choices.get(path), Choice):
         return None
-    sizes = [size for x in group.members for size in (x.spec.k, x.spec.n)]
-    if max(sizes) < WIDE:
+    # Products of one value count together, such as those of queries, keys and values.
+    sizes = [sum(x.spec.n for x in group.readers(value)) for value in group.values]
+    if max(*sizes, *(x.spec.k for x in group.members)) < WIDE:
         return f"none of its layers is {WIDE:,} wide"
     device = current().device or local_device()
     if (missing := triton.why_not_installed() or device.why_not_tails) is not None:
