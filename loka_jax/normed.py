@@ -64,6 +64,16 @@ class Epilogue:
         """True if the activation, and dropout, come before the norm."""
         return self.order in ("act_sum_norm", "act_norm")
 
+    def keeps_product(self, summands: int) -> bool:
+        """Returns True if an activation reads the product and its bias alone.
+
+        Args:
+            summands: the product, and what is added to it somewhere.
+        """
+        is_alone = summands == 1 or self.adds_last or self.multiplies
+        is_first = self.acts_first or (self.norm == "none" and is_alone)
+        return self.activation != "none" and is_first
+
     @property
     def adds_last(self) -> bool:
         """True if the residual is added after all else."""

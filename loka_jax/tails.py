@@ -175,15 +175,15 @@ class TailResiduals(NamedTuple):
 
     Attributes:
         xhat: the normalized rows, in E4M3 under `normed.xhat_scale_inv` or in bfloat16;
-            without a norm the activation's input; None without both.
+            without a norm the activation's input, if there is no `product`.
         rstd: as in `normed.Normed`.
-        argument: bfloat16 input of an activation that comes before the norm.
+        product: of which, with the bias, an activation was taken: nothing is written.
         factor: what the result was multiplied with.
     """
 
     xhat: Float[Array, "m n"] | None = None
     rstd: Float[Array, "..."] | None = None
-    argument: Float[Array, "m n"] | None = None
+    product: Scaled | None = None
     factor: Scaled | None = None
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from loka_jax import triton
 from loka_jax.nn.context import current
 from loka_jax.nn.explicit_axes import run_in_auto
 from loka_jax.nn.found_attention import FoundAttention, Operand
@@ -77,6 +78,8 @@ def _why_not_attention(whole: FoundAttention, dtype: DTypeLike) -> str | None:
     *_, queries, columns = q
     if device.compute_capability != "9.0":
         return "no Hopper GPU"
+    if triton.is_left_out():
+        return "JAX exports no kernel of cuDNN's"
     if jnp.dtype(dtype).itemsize != 2:
         return f"in {jnp.dtype(dtype).name}"
     if columns % 8 or columns > _MOST_COLUMNS or v[-1] != columns:

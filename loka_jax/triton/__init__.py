@@ -23,6 +23,7 @@ at its first launch.
 from loka_jax.triton.launch import (
     Implementation,
     chosen,
+    is_left_out,
     left_out,
     why_not_here,
     why_not_installed,
@@ -33,6 +34,7 @@ __all__ = [
     "Implementation",
     "chosen",
     "fp8_matmul",
+    "is_left_out",
     "left_out",
     "why_not",
     "why_not_here",

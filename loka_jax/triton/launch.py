@@ -44,6 +44,11 @@ def left_out() -> Iterator[list[str]]:
         _left_out.reset(token)
 
 
+def is_left_out() -> bool:
+    """Returns True while operations are left to XLA."""
+    return _left_out.get() is not None
+
+
 def why_not_here() -> str | None:
     """Returns why no kernel of this provider runs on this machine, or None."""
     missing = why_not_installed()

@@ -29,15 +29,9 @@ _DENSITY = tl.constexpr(0.3989422804014327)  # of the normal distribution at 0
 
 @jit
 def norm_tail_kernel(given, out, of):
-    """Writes y, xhat times `of.xhat_scale`, rstd, and the argument of an activation.
-
-    In an order of `normed`, `of.order`.
-    """
+    """Writes y, xhat times `of.xhat_scale`, and rstd, in an order of `normed`."""
     row, column = first_of_tile(of)
-    v = _product(given, row, column, of)
-    if out.argument is not None:
-        kept = cut(v, row, column, of)
-        store(out.argument, kept, row, column, of.block_m, of.block_n)
+    v = _biased(given.summands[0], given, row, column, of)
     v = _argument(v, given, row, column, of)
     if given.rate is not None:
         if of.norm == "layer":
@@ -72,7 +66,8 @@ def norm_moments_kernel(given, out, of):
     total = tl.zeros((of.block_m, of.block_n), tl.float32)
     squares = tl.zeros((of.block_m, of.block_n), tl.float32)
     for column in range(0, of.n, of.block_n):
-        v = _argument(_product(given, row, column, of), given, row, column, of)
+        v = _biased(given.summands[0], given, row, column, of)
+        v = _argument(v, given, row, column, of)
         total += v
         squares += v * v
     mean, moment = tl.sum(total, axis=1) / of.n, tl.sum(squares, axis=1) / of.n
@@ -133,8 +128,9 @@ def norm_tail_backward_kernel(given, out, of):
         store(out.residual, kept, row, column, of.block_m, of.block_n)
     if of.acts_first:
         g = _drop(g, given.dropout, row, column, of)
-        if given.argument is not None:
-            g *= slope(read(given.argument, row, column, of), of.activation)
+        if given.product is not None:
+            z = _biased(given.product, given, row, column, of)
+            g *= slope(z, of.activation)
     if given.vectors.bias is not None:
         if of.norm == "none":
             store_row_sums(out.sums.bias, g, row, column, of)
@@ -174,9 +170,9 @@ def _sum(summands, row, column, of):
 
 
 @jit
-def _product(given, row, column, of):
-    """Returns a tile of the product and the bias, zeros past the end of the columns."""
-    v = decode(given.summands[0], row, column, of)
+def _biased(product, given, row, column, of):
+    """Returns a tile of a product and the bias, zeros past the end of the columns."""
+    v = decode(product, row, column, of)
     if given.vectors.bias is not None:
         v += _vector(given.vectors.bias, column, of)
     return v
@@ -235,11 +231,13 @@ def _store_rows(x, values, row, start, of):
 
 @jit
 def _kept(given, row, column, of):
-    """Returns a tile of xhat, zeros where there is none."""
-    if given.xhat is None:
-        return tl.zeros((of.block_m, of.block_n), tl.float32)
-    else:
+    """Returns a tile of xhat, or of what stands for it; else zeros."""
+    if given.xhat is not None:
         return read(given.xhat, row, column, of) * (1.0 / of.xhat_scale)
+    elif given.product is not None and not of.acts_first:
+        return _biased(given.product, given, row, column, of)
+    else:
+        return tl.zeros((of.block_m, of.block_n), tl.float32)
 
 
 @jit

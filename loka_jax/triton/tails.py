@@ -112,19 +112,20 @@ def norm_tail(
         moments = norm_tail_kernel.norm_moments_kernel
         given |= run.of_rows(moments, given, "mean", "rate", **of)
     has_rstd = is_kept and is_norm and not is_apart
-    has_argument = epilogue.acts_first and epilogue.activation != "none"
-    argument = _type(run.out_shape, jnp.bfloat16)
+    keeps_product = is_kept and epilogue.keeps_product(len(summands))
+    has_xhat = is_kept and (is_norm or not keeps_product)
     out = dict(
         y=run.types(tile),
-        xhat=_type(run.out_shape, dtype) if is_kept else None,
+        xhat=_type(run.out_shape, dtype) if has_xhat else None,
         rstd=_type(rstd_shape) if has_rstd else None,
-        argument=argument if is_kept and has_argument else None,
     )
     out = run(norm_tail_kernel.norm_tail_kernel, tile, given, out, **of)
     rstd = given["rate"] if is_apart else out.rstd
+    if not is_kept:
+        return run.written(out.y), None
+    product = summands[0] if keeps_product else None
     factor = summands[1] if epilogue.multiplies else None
-    residuals = TailResiduals(out.xhat, rstd, out.argument, factor) if is_kept else None
-    return run.written(out.y), residuals
+    return run.written(out.y), TailResiduals(out.xhat, rstd, product, factor)
 
 
 def norm_tail_backward(
@@ -141,10 +142,9 @@ def norm_tail_backward(
 
     Deterministic. Raises what `norm_tail` does.
     """
-    xhat, rstd, argument, factor = residuals
-    run = _Run.of(
-        "norm_tail_backward", gradients[0].data, want, *gradients, xhat, factor
-    )
+    xhat, rstd, product, factor = residuals
+    operands = (*gradients, xhat, product, factor)
+    run = _Run.of("norm_tail_backward", gradients[0].data, want, *operands)
     dtype = jnp.bfloat16 if xhat is None else xhat.dtype
     of = _norm_constants(epilogue, run.n, vectors, dtype)
     tile = _tile(tile, epilogue, run.n)
@@ -154,7 +154,7 @@ def norm_tail_backward(
     sums = jax.tree.map(lambda _: _type((programs, run.n)), vectors)
     given = dict(gradients=tuple(gradients), xhat=xhat, rstd=rstd, vectors=vectors)
     given |= dict(dropout=dropout, scale_inv=want.scale_inv, centre=None, along=None)
-    given |= dict(argument=argument, factor=factor)
+    given |= dict(product=product, factor=factor)
     if _is_apart(epilogue, run.n, tile):
         projections = norm_tail_kernel.norm_projections_kernel
         given |= run.of_rows(projections, given, "centre", "along", **of)

@@ -143,10 +143,10 @@ def norm_tail(
     """
     shape = want.shape_of(summands[0].data)
     product, *others = (_matrix(x, shape) for x in summands)
-    z = argument = plus(product, vectors.bias)
+    argument = plus(product, vectors.bias)
     activate = ACTIVATIONS[epilogue.activation]
     if epilogue.acts_first:
-        argument = _drop(activate(z), dropout)
+        argument = _drop(activate(argument), dropout)
     if not (epilogue.adds_last or epilogue.multiplies):
         argument = functools.reduce(jnp.add, others, argument)
     normed, rstd = normalize(argument, epilogue)
@@ -165,11 +165,13 @@ def norm_tail(
     else:
         scale_inv = xhat_scale_inv(epilogue.norm, shape[1])
         stored = fp8.saturate(normed / scale_inv, E4M3)
-    kept = None
-    if epilogue.acts_first and epilogue.activation != "none":
-        kept = _pad(z.astype(jnp.bfloat16), want)
     factor = summands[1] if epilogue.multiplies else None
-    return y, TailResiduals(_pad(stored, want), rstd, kept, factor)
+    residuals = TailResiduals(_pad(stored, want), rstd, None, factor)
+    if epilogue.keeps_product(len(summands)):
+        residuals = residuals._replace(product=summands[0])
+        if epilogue.norm == "none":
+            residuals = residuals._replace(xhat=None)
+    return y, residuals
 
 
 def norm_tail_backward(
@@ -197,21 +199,26 @@ def norm_tail_backward(
     else:
         dy = _drop(dy, dropout)
     dz, dgamma, dbeta = dy, None, None
+    xhat = None if residuals.xhat is None else cut(residuals.xhat, shape)
+    argument = None
+    if residuals.product is not None:
+        argument = plus(_matrix(residuals.product, shape), vectors.bias)
+        if not epilogue.acts_first:
+            xhat = argument
     if residuals.factor is not None:
-        assert residuals.xhat is not None
-        u = affine(decode_xhat(cut(residuals.xhat, shape), epilogue.norm), vectors)
+        assert xhat is not None
+        u = affine(decode_xhat(xhat, epilogue.norm), vectors)
         dsum = _pad(dy * ACTIVATIONS[epilogue.activation](u), want)
         dsum, dy = dsum.astype(jnp.bfloat16), dy * _matrix(residuals.factor, shape)
-    if residuals.xhat is not None:
-        kept = NormResiduals(cut(residuals.xhat, shape), residuals.rstd)
+    if xhat is not None:
+        kept = NormResiduals(xhat, residuals.rstd)
         dz, dgamma, dbeta = norm_backward(dy, kept, vectors, epilogue=last)
     if epilogue.order == "act_sum_norm":
         dsum = _pad(dz.astype(jnp.bfloat16), want)
     if epilogue.acts_first:
         dz = _drop(dz, dropout)
-    if residuals.argument is not None:
-        z = cut(residuals.argument, shape).astype(jnp.float32)
-        (dz,) = jax.vjp(ACTIVATIONS[epilogue.activation], z)[1](dz)
+    if argument is not None and epilogue.acts_first:
+        (dz,) = jax.vjp(ACTIVATIONS[epilogue.activation], argument)[1](dz)
     dbias = None if vectors.bias is None else jnp.sum(dz, axis=0)
     of_vectors = NormVectors(dbias, dgamma, dbeta)
     return NormTailGradients(write(dz, want), of_vectors, dsum)

@@ -226,8 +226,10 @@ def bounding_scale(norm, n, layer=None, dropout=0.0):
 
 
 def stored_xhat(xhat, norm, is_fp8):
-    """Returns normalized rows as the backward pass reads them."""
-    return oracle.fp8(xhat, 1 / 16) if norm != "none" and is_fp8 else oracle.bf16(xhat)
+    """Returns normalized rows, or a product without a norm, as backward reads them."""
+    if norm == "none":
+        return xhat
+    return oracle.fp8(xhat, 1 / 16) if is_fp8 else oracle.bf16(xhat)
 
 
 @dataclasses.dataclass

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import linen
 
-from loka_jax import nn
+from loka_jax import nn, triton
 from loka_jax.nn import run_whole
 from loka_jax.ops.device import HOPPER
 from tests.support.nn import rounded
@@ -156,5 +156,7 @@ def test_attention_that_cudnn_does_not_serve_says_why(served, monkeypatch):
     for function, said in ((narrow, "heads of 12 and 12 columns"), (few, "32 queries")):
         first, _ = runs_of(function)[1]
         assert said in first
+    with triton.left_out():
+        assert "JAX exports" in runs_of(by_flax)[1][0]
     monkeypatch.undo()
     assert "no Hopper GPU" in runs_of(by_flax)[1][0]

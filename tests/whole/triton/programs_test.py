@@ -221,8 +221,9 @@ def norm_backward(at, name, order):
     """Returns gradients behind an activation in an order, of whole rows or none."""
     epilogue = Epilogue(name, "swish", order=order)
     vectors = NormVectors(at.row, at.row) if name == "rms" else NormVectors(at.row)
-    kept = TailResiduals(at.x, at.column, at.x, at.z)
-    kept = kept._replace(**{"argument" if epilogue.multiplies else "factor": None})
+    kept = TailResiduals(at.x, at.column, at.z)
+    if epilogue.multiplies:
+        kept = TailResiduals(product=at.z, factor=at.z)
     options = dict(epilogue=epilogue, want=under(at.scale, GRADIENT))
     return tails.norm_tail_backward([at.z], kept, vectors, **options)
 
