@@ -131,7 +131,8 @@ def _masked(scores: _Scores, rows: int) -> _Scores:
     if len(step.outputs) != 1 or step.outputs[0].shape != value.shape:
         return scores
     x = probe(value.shape[-1])
-    data = [y for y in step.inputs if y is not value and y.constant is None]
+    others = [y for y in step.inputs if y is not value]
+    data = [y for y in others if np.size(y.constant) > 1 or y.constant is None]
     try:
         seen, unseen = (
             _evaluated(

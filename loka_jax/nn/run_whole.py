@@ -111,9 +111,11 @@ def _attention(
     q, k, v = rows(whole.q), rows(whole.k), rows(whole.v)
     mask = None
     if whole.mask is not None:
+        # cuDNN's has one for all examples or heads, but one for each query and key.
         mask = value(whole.mask).astype(bool)
+        leading = mask.shape[:-2] if len(batch) == 2 else batch
+        mask = jnp.broadcast_to(mask, (*leading, queries, k.shape[1]))
         if len(batch) != 2:
-            mask = jnp.broadcast_to(mask, (*batch, *mask.shape[-2:]))
             mask = mask.reshape(examples, heads, *mask.shape[-2:])
     out = jax.nn.dot_product_attention(
         *(q, k, v), mask=mask, scale=float(whole.scale), implementation="cudnn"
