@@ -123,29 +123,43 @@ QUALITY = {
     "public": Table(
         file="public_models_h200",
         first="us",
-        rows="DLRM, LayerNorm, training = dlrm norm | training; "
+        rows="ViT-B/16, training = vit | training; "
+        "ViT-B/16, inference = vit | inference; "
+        "ViT-B/16, `scan`, training = vit scan | training; "
+        "ViT-B/16, `scan`, inference = vit scan | inference; "
+        "DLRM, training = dlrm | training; "
+        "DLRM, inference = dlrm | inference; "
+        "DLRM, LayerNorm, training = dlrm norm | training; "
         "DLRM, LayerNorm, inference = dlrm norm | inference; "
         "DLRMResNet, training = dlrm resnet | training; "
         "DLRMResNet, inference = dlrm resnet | inference; "
-        "DLRM-DCNv2, training = recml | training; "
-        "DLRM-DCNv2, inference = recml | inference; "
-        "five layers, training = five 3000 | training; "
-        "five layers, inference = five 3000 | inference; "
-        "five layers, 5,120 rows, training = five 5120 | training; "
-        "five layers, 5,120 rows, inference = five 5120 | inference; "
+        "DLRM-DCNv2, 8,192, training = recml | training; "
+        "DLRM-DCNv2, 8,192, inference = recml | inference; "
+        "DLRM-DCNv2, 65,536, training = recml 65536 | training; "
+        "DLRM-DCNv2, 65,536, inference = recml 65536 | inference; "
+        "five layers, 5,120, training = five 5120 | training; "
+        "five layers, 5,120, inference = five 5120 | inference; "
+        "five layers, 7,168, training = five 7168 | training; "
+        "five layers, 7,168, inference = five 7168 | inference; "
+        "pre-norm, 6,144, training = prenorm 6144 | training; "
+        "pre-norm, 6,144, inference = prenorm 6144 | inference; "
+        "pre-norm, 10,240, training = prenorm 10240 | training; "
+        "pre-norm, 10,240, inference = prenorm 10240 | inference; "
         "two layers, training = tower | training; "
-        "two layers, inference = tower | inference; "
-        "two layers, `Sequential`, training = tower sequential | training; "
-        "two layers, `Sequential`, inference = tower sequential | inference",
+        "two layers, inference = tower | inference",
         columns=numbers(
             "models.{0}.us.{1} $.us",
-            "as written = written; converted, no option = default; "
-            "converted, bf16 = bf16; converted, FP8 everywhere = fp8",
+            "as written = written; no option = default; FP8 everywhere = fp8",
         )
         | gains(
             "models.{0}.us.{1} written.us",
             "models.{0}.us.{1} default.us",
             "no option over as written",
+        )
+        | gains(
+            "models.{0}.us.{1} written.us",
+            "models.{0}.us.{1} fp8.us",
+            "FP8 over as written",
         ),
     ),
     "adopted": Table(
