@@ -22,6 +22,7 @@ from loka_jax.nn.rowwise import (
     normalized,
     probe,
     scalar,
+    without_ones,
 )
 from loka_jax.normed import NORM_BLOCK, ActivationName, NormName
 
@@ -249,14 +250,15 @@ def _evaluated(region: Region, step: Step) -> ndarray:
         region.results[x] if x in region.results else _side(region, x)
         for x in step.inputs
     ]
-    result = evaluate(step.eqn, values, region.rows)
+    result = evaluate(step.eqn, values)
     shape = step.outputs[0].shape
-    if shape[: region.rows] != region.start.shape[: region.rows]:
+    rows = len(shape) - result.ndim + 1
+    if without_ones(shape[:rows]) != without_ones(region.start.shape[: region.rows]):
         raise NotRowwise
     # Literals of calls, such as an epsilon in a norm under jit.
     for eqn_input in _literals(step.eqn):
         region.literals.add(eqn_input)
-    return np.broadcast_to(result, (len(result), *shape[region.rows :]))
+    return np.broadcast_to(result, (len(result), *shape[rows:]))
 
 
 def _literals(eqn: Any) -> Iterator[float]:

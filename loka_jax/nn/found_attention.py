@@ -3,22 +3,27 @@
     P = softmax(c q k^T)    out = P v    of each head,  q [T, D], k [S, D], v [S, D]
 
 A mask may lie between the scores and the softmax. Both are known by what they compute
-on a few rows, see `rowwise`.
+on a few rows, see `rowwise`. Dims of size 1 may lie anywhere and move, as in JAX's own
+attention, whose heads are in groups: dims are numbered without them.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy import ndarray
 
 from loka_jax.nn.follow import is_closed, region_after
+from loka_jax.nn.places import NotRead, reader
 from loka_jax.nn.program import Step, Value
-from loka_jax.nn.rowwise import NotRowwise, evaluate, probe, scalar
+from loka_jax.nn.rowwise import NotRowwise, evaluate, probe, scalar, without_ones
 
 _FEWEST = -1e4  # what a mask leaves of a score is below this
 _TOLERANCE = 1e-4
+_MOST_READ = 2**18  # elements of a mask
 
 
 class Operand(NamedTuple):
@@ -29,12 +34,42 @@ class Operand(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Mask:
+    """A value that is not 0 where a query sees a key.
+
+    Attributes:
+        shape: that it is broadcast to, of examples, heads, queries and keys.
+    """
+
+    value: Value
+    shape: tuple[int, ...]
+
+    @functools.cached_property
+    def is_causal(self) -> bool:
+        """True if each query sees the keys up to its own, whatever the data are.
+
+        Of a large mask some rows are read, of all examples and heads.
+        """
+        *leading, queries, keys = self.value.shape
+        count = min(queries, _MOST_READ // (math.prod(leading) * keys))
+        if queries != keys or not count:
+            return False
+        rows = np.unique(np.linspace(0, queries - 1, count).astype(int))
+        sizes = [np.arange(n) for n in leading]
+        places = np.meshgrid(*sizes, rows, np.arange(keys), indexing="ij")
+        try:
+            seen = reader(self.value, {})(places)
+        except (NotRead, ValueError, IndexError):
+            return False
+        return np.array_equal(seen != 0, places[-1] <= places[-2])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class FoundAttention:
     """Attention of all heads of all examples.
 
     Attributes:
         scale: the factor of q k^T.
-        mask: not 0 where a query sees a key; its dims are those of the scores.
         steps: the equations from q, k and v to the result.
         result: with its dims.
     """
@@ -43,7 +78,7 @@ class FoundAttention:
     k: Operand
     v: Operand
     scale: float
-    mask: Value | None
+    mask: Mask | None
     steps: frozenset[Step]
     result: Operand
 
@@ -63,17 +98,26 @@ class _Scores(NamedTuple):
 
     value: Value
     scale: float = 1.0
-    mask: Value | None = None
+    mask: Mask | None = None
+
+
+class _Dims(NamedTuple):
+    """The dims of a product's operand, each numbered without those of size 1."""
+
+    batch: list[int]
+    used: list[int]
+    free: list[int]
 
 
 def found_attention(product: Step) -> FoundAttention | None:
     """Returns the attention whose scores a product makes, or None."""
     scores = product.outputs[0]
-    (of_q, of_k), (batch_q, batch_k) = product.params["dimension_numbers"]
-    is_plain = len(of_q) == 1 and len(scores.shape) == len(batch_q) + 2
-    if not is_plain or not all(isinstance(n, int) and n for n in scores.shape):
+    if not all(isinstance(n, int) and n for n in scores.shape) or scores.shape[-1] == 1:
         return None
-    masked = _masked(_Scores(scores), len(batch_q) + 1)
+    of_q, of_k = (_dims(product, i) for i in range(2))
+    if {len(x) for x in (of_q.used, of_q.free, of_k.used, of_k.free)} != {1}:
+        return None
+    masked = _masked(_Scores(scores))
     softmax = None if masked.value.stays else _softmax(masked.value)
     if softmax is None:
         return None
@@ -84,25 +128,30 @@ def found_attention(product: Step) -> FoundAttention | None:
         return None
     v, result = values
     steps = frozenset([product, last, *_between(product, last)])
-    inputs = (v.value, masked.mask)
-    is_before = any(
-        x and x.maker and x.maker.before >> product.number & 1 for x in inputs
-    )
+    inputs = (v.value, masked.mask and masked.mask.value)
+    makers = (x.maker for x in inputs if x is not None)
+    is_before = any(x and x.before >> product.number & 1 for x in makers)
     if is_before or not is_closed(steps, result.value):
         return None
     q, k = (
-        Operand(x, (*batch, _free(x, batch, used), *used))
-        for x, batch, used in zip(
-            product.inputs, (batch_q, batch_k), (of_q, of_k), strict=True
-        )
+        Operand(x, (*own.batch, *own.free, *own.used))
+        for x, own in zip(product.inputs, (of_q, of_k), strict=True)
     )
     scale = masked.scale * factor
     return FoundAttention(q, k, v, scale, masked.mask, steps, result)
 
 
-def _free(x: Value, batch, used) -> int:
-    """Returns the dim of an operand that its product neither sums nor repeats."""
-    return next(i for i in range(len(x.shape)) if i not in (*batch, *used))
+def _dims(product: Step, i: int) -> _Dims:
+    """Returns the dims of an operand of a product, batch dims in its order."""
+    contracted, batch = (x[i] for x in product.params["dimension_numbers"])
+    shape = product.inputs[i].shape
+    free = [d for d in range(len(shape)) if d not in (*contracted, *batch)]
+    return _Dims(*(_numbers(x, shape) for x in (batch, contracted, free)))
+
+
+def _numbers(dims: Iterable[int], shape: Sequence[int]) -> list[int]:
+    """Returns dims as numbered without those of size 1."""
+    return [len(without_ones(shape[:d])) for d in dims if shape[d] != 1]
 
 
 def _between(product: Step, last: Step) -> list[Step]:
@@ -118,17 +167,13 @@ def _between(product: Step, last: Step) -> list[Step]:
     return [*steps]
 
 
-def _masked(scores: _Scores, rows: int) -> _Scores:
-    """Returns scores after the factor and the mask that alone read them.
-
-    Args:
-        rows: the number of their leading dims.
-    """
-    value, scale, mask = scores
-    if len(value.readers) != 1 or value.stays or mask is not None:
+def _masked(scores: _Scores) -> _Scores:
+    """Returns scores after the factor and the mask that alone read them."""
+    value, scale, _ = scores
+    if len(value.readers) != 1 or value.stays:
         return scores
     step = value.readers[0]
-    if len(step.outputs) != 1 or step.outputs[0].shape != value.shape:
+    if len(step.outputs) != 1 or not _is_alike(step.outputs[0], value):
         return scores
     x = probe(value.shape[-1])
     others = [y for y in step.inputs if y is not value]
@@ -136,9 +181,9 @@ def _masked(scores: _Scores, rows: int) -> _Scores:
     try:
         seen, unseen = (
             _evaluated(
-                step, rows, {value: x} | dict.fromkeys(data, np.full(x.shape, on))
+                step, {value: x} | dict.fromkeys(data, np.full(x.shape, is_seen))
             )
-            for on in (True, False)
+            for is_seen in (True, False)
         )
     except (NotRowwise, ValueError, IndexError):
         return scores
@@ -146,14 +191,31 @@ def _masked(scores: _Scores, rows: int) -> _Scores:
         factor = float(seen[0, 0] / x[0, 0])
         if not factor or not np.allclose(seen, factor * x, rtol=_TOLERANCE):
             return scores
-        return _masked(_Scores(step.outputs[0], scale * factor), rows)
-    is_mask = len(data) == 1 and len(data[0].shape) == len(value.shape)
-    if not is_mask or np.any(unseen > _FEWEST) or not np.array_equal(seen, x):
+        return _masked(_Scores(step.outputs[0], scale * factor))
+    mask = _mask(data, [value, step.outputs[0]])
+    if mask is None or np.any(unseen > _FEWEST) or not np.array_equal(seen, x):
         return scores
-    return _Scores(step.outputs[0], scale, data[0])
+    return _Scores(step.outputs[0], scale, mask)
 
 
-def _evaluated(step: Step, rows: int, known: dict[Value, ndarray]) -> ndarray:
+def _is_alike(x: Value, y: Value) -> bool:
+    """Returns True if two values differ in dims of size 1 alone."""
+    return x.shape[-1] == y.shape[-1] and without_ones(x.shape) == without_ones(y.shape)
+
+
+def _mask(data: Sequence[Value], scores: Sequence[Value]) -> Mask | None:
+    """Returns a single value as a mask, if it has the dims of one of the scores."""
+    if len(data) != 1:
+        return None
+    own = data[0].shape
+    shapes = [x.shape for x in scores] + [tuple(without_ones(scores[0].shape))]
+    for shape in (x for x in shapes if len(x) == len(own)):
+        if all(m in (1, n) for m, n in zip(own, shape, strict=True)):
+            return Mask(data[0], shape)
+    return None
+
+
+def _evaluated(step: Step, known: dict[Value, ndarray]) -> ndarray:
     values = []
     for x in step.inputs:
         if x in known:
@@ -162,9 +224,8 @@ def _evaluated(step: Step, rows: int, known: dict[Value, ndarray]) -> ndarray:
             values.append(scalar(x.constant))
         else:
             raise NotRowwise
-    return np.broadcast_to(
-        evaluate(step.eqn, values, rows), next(iter(known.values())).shape
-    )
+    first, *_ = known.values()
+    return np.broadcast_to(evaluate(step.eqn, values), first.shape)
 
 
 def _softmax(scores: Value) -> tuple[Value, float] | None:
@@ -173,11 +234,10 @@ def _softmax(scores: Value) -> tuple[Value, float] | None:
     x = region.results[scores]
     for end in reversed([*region.results]):
         y = region.results[end]
-        if end is scores or end.shape != scores.shape or not np.all(y > 0):
+        is_candidate = end is not scores and _is_alike(end, scores)
+        if not is_candidate or y.shape != x.shape or not np.all(y > 0):
             continue
         first, last = np.argmax(x[0]), np.argmin(x[0])
-        if first == last:
-            return None
         factor = math.log(y[0, first] / y[0, last]) / (x[0, first] - x[0, last])
         z = np.exp(factor * (x - np.max(x, axis=-1, keepdims=True)))
         z = z / np.sum(z, axis=-1, keepdims=True)
@@ -191,17 +251,13 @@ def _values(last: Step, shares: Value) -> tuple[Operand, Operand] | None:
     if last.name != "dot_general" or last.inputs[0] is last.inputs[1]:
         return None
     own = last.inputs.index(shares)
-    v = last.inputs[1 - own]
-    contracted, batch = last.params["dimension_numbers"]
-    rows = len(shares.shape) - 2
-    is_over_keys = tuple(contracted[own]) == (rows + 1,)
-    if not is_over_keys or sorted(batch[own]) != [*range(rows)]:
+    v, of_shares, of_v = last.inputs[1 - own], _dims(last, own), _dims(last, 1 - own)
+    rows = len(without_ones(shares.shape)) - 2
+    is_over_keys = of_shares.used == [rows + 1] and of_shares.free == [rows]
+    if not is_over_keys or v.origin is not None or len(of_v.free) != 1:
         return None
-    if v.origin is not None or len(v.shape) != rows + 2:
-        return None
-    places = [[*batch[own]].index(i) for i in range(rows)]
-    of_v = [batch[1 - own][i] for i in places]
-    columns = _free(v, of_v, contracted[1 - own])
+    places = [of_shares.batch.index(i) for i in range(rows)]
     of_result = (rows, rows + 1) if own == 0 else (rows + 1, rows)
     result = Operand(last.outputs[0], (*places, *of_result))
-    return Operand(v, (*of_v, *contracted[1 - own], columns)), result
+    batch = [of_v.batch[i] for i in places]
+    return Operand(v, (*batch, *of_v.used, *of_v.free)), result

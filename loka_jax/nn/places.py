@@ -136,8 +136,10 @@ def _read(eqn: Any, operands: Sequence[Reader], number: int, at: Places) -> ndar
             is_inside = (indices[..., 0] >= 0) & (indices[..., 0] < len(x))
             np.add.at(x, indices[is_inside, 0], updates[is_inside])
             return x[tuple(at)]
+    # Operands of an elementwise equation may have dims of size 1, or none.
     values = [
-        read(at if shape else ()) for read, shape in zip(operands, shapes, strict=True)
+        read([i if size > 1 else 0 * i for i, size in zip(at, shape, strict=False)])
+        for read, shape in zip(operands, shapes, strict=True)
     ]
     return _elementwise(eqn, values)
 

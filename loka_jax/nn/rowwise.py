@@ -1,8 +1,9 @@
 """Equations that treat each row of a matrix alike, evaluated by numpy on a few rows.
 
 So a norm or an activation is known by what it computes, whether it was called by name
-or written out. Arrays are float64 of shape (probes, *trailing): the `rows` leading dims
-of a value are one here.
+or written out. Arrays are float64 of shape (probes, *trailing): the leading dims of a
+value, those of rows, are one here. Rows may be reshaped and transposed if that moves
+dims of size 1 alone.
 """
 
 import functools
@@ -63,12 +64,11 @@ class NotRowwise(Exception):
     """An equation mixes rows, or is none of those known here."""
 
 
-def evaluate(eqn: Any, values: Sequence[ndarray], rows: int) -> ndarray:
+def evaluate(eqn: Any, values: Sequence[ndarray]) -> ndarray:
     """Returns the result of an equation.
 
     Args:
         values: of its operands; of shape () for scalars.
-        rows: the number of leading dims of the program's arrays.
 
     Raises:
         NotRowwise: if rows are mixed, or the equation is not known here.
@@ -76,6 +76,8 @@ def evaluate(eqn: Any, values: Sequence[ndarray], rows: int) -> ndarray:
     name, params = eqn.primitive.name, eqn.params
     if len(eqn.outvars) != 1:
         raise NotRowwise
+    if len({x.ndim for x in values if x.ndim}) > 1 and name not in _CALLS:
+        raise NotRowwise  # a dim of rows lies where another is
     if name in ELEMENTWISE:
         return ELEMENTWISE[name](*values)
     out = eqn.outvars[0].aval
@@ -95,16 +97,18 @@ def evaluate(eqn: Any, values: Sequence[ndarray], rows: int) -> ndarray:
         case "clamp":
             return np.clip(values[1], values[0], values[2])
         case "reduce_sum" | "reduce_max" | "reduce_min":
-            axes = _trailing([*map(int, params["axes"])], rows)
+            axes = _trailing([*map(int, params["axes"])], leading(eqn, values[0]))
             reduce = {"m": np.max, "s": np.sum, "i": np.min}
             key = {"reduce_sum": "s", "reduce_max": "m", "reduce_min": "i"}[name]
             return reduce[key](values[0], axis=tuple(axes))
         case "broadcast_in_dim":
-            return _broadcast(eqn, values[0], rows)
+            return _broadcast(eqn, values[0])
         case "reshape" | "squeeze" | "expand_dims":
-            return _reshape(eqn, values[0], rows)
+            return _reshape(eqn, values[0])
+        case "transpose":
+            return _transpose(eqn, values[0])
         case _ if name in _CALLS:
-            return _call(eqn, values, rows)
+            return _call(eqn, values)
     raise NotRowwise
 
 
@@ -115,30 +119,49 @@ def _trailing(axes: Sequence[int], rows: int) -> list[int]:
     return [1 + axis - rows for axis in axes]
 
 
-def _broadcast(eqn: Any, x: ndarray, rows: int) -> ndarray:
-    shape = eqn.outvars[0].aval.shape
-    dims = eqn.params["broadcast_dimensions"]
+def leading(eqn: Any, x: ndarray) -> int:
+    """Returns the number of leading dims of an equation's first operand."""
+    return len(eqn.invars[0].aval.shape) - x.ndim + 1
+
+
+def without_ones(shape: Sequence[int]) -> list[int]:
+    """Returns a shape without its dims of size 1."""
+    return [size for size in shape if size != 1]
+
+
+def _broadcast(eqn: Any, x: ndarray) -> ndarray:
     if x.ndim == 0:
         return x
-    if tuple(dims[:rows]) != tuple(range(rows)):
-        raise NotRowwise
-    own = [1] * (len(shape) - rows)
-    for at, size in zip(_trailing(dims[rows:], rows), x.shape[1:], strict=True):
+    after = eqn.outvars[0].aval.shape
+    dims, lead = [*map(int, eqn.params["broadcast_dimensions"])], leading(eqn, x)
+    rows = dims[lead] if lead < len(dims) else max(dims, default=-1) + 1
+    own = [1] * (len(after) - rows)
+    for at, size in zip(_trailing(dims[lead:], rows), x.shape[1:], strict=True):
         own[at - 1] = size
     y = x.reshape(x.shape[0], *own)
-    return np.broadcast_to(y, (x.shape[0], *shape[rows:]))
+    return np.broadcast_to(y, (x.shape[0], *after[rows:]))
 
 
-def _reshape(eqn: Any, x: ndarray, rows: int) -> ndarray:
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+def _reshape(eqn: Any, x: ndarray) -> ndarray:
     if x.ndim == 0:
         return x
-    if before[:rows] != after[:rows]:
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    first = without_ones(before[: leading(eqn, x)])
+    for rows in range(len(after) + 1):
+        if without_ones(after[:rows]) == first:
+            return x.reshape(x.shape[0], *after[rows:])
+    raise NotRowwise
+
+
+def _transpose(eqn: Any, x: ndarray) -> ndarray:
+    shape, lead = eqn.invars[0].aval.shape, leading(eqn, x)
+    order = [int(i) for i in eqn.params["permutation"] if i >= lead or shape[i] != 1]
+    if order != sorted(order):
         raise NotRowwise
-    return x.reshape(x.shape[0], *after[rows:])
+    return x
 
 
-def _call(eqn: Any, values: Sequence[ndarray], rows: int) -> ndarray:
+def _call(eqn: Any, values: Sequence[ndarray]) -> ndarray:
     inner = [*jex.jaxprs_in_params(eqn.params)]
     if not inner:
         raise NotRowwise
@@ -147,10 +170,10 @@ def _call(eqn: Any, values: Sequence[ndarray], rows: int) -> ndarray:
     jaxpr = inner[0]
     if consts or len(jaxpr.invars) != len(values):
         raise NotRowwise
-    return _run(jaxpr, values, rows)
+    return _run(jaxpr, values)
 
 
-def _run(jaxpr: jex.Jaxpr, values: Sequence[ndarray], rows: int) -> ndarray:
+def _run(jaxpr: jex.Jaxpr, values: Sequence[ndarray]) -> ndarray:
     """Returns the first result of a program."""
     env = dict(zip(jaxpr.invars, values, strict=True))
 
@@ -158,7 +181,7 @@ def _run(jaxpr: jex.Jaxpr, values: Sequence[ndarray], rows: int) -> ndarray:
         return scalar(atom.val) if isinstance(atom, jex.Literal) else env[atom]
 
     for step in jaxpr.eqns:
-        result = evaluate(step, [read(atom) for atom in step.invars], rows)
+        result = evaluate(step, [read(atom) for atom in step.invars])
         env[step.outvars[0]] = result
     return read(jaxpr.outvars[0])
 
@@ -188,7 +211,7 @@ def activation(name: ActivationName, n: int, dtype: np.dtype) -> ndarray:
     Args:
         dtype: to which its constants are rounded, as in a program of that dtype.
     """
-    return _run(_of_activation(name, dtype), [probe(n)], 0)
+    return _run(_of_activation(name, dtype), [probe(n)])
 
 
 @functools.cache

@@ -19,11 +19,17 @@ from loka_jax.nn.explicit_axes import run_in_auto
 from loka_jax.nn.found_attention import FoundAttention, Operand
 from loka_jax.nn.found_pairs import FoundPairs
 from loka_jax.nn.program import Step, Value
+from loka_jax.nn.rowwise import without_ones
 from loka_jax.ops.device import local_device
 from loka_jax.ops.interaction import dot_features, why_not_by_kernel
 
 _LEAST_KEYS = 128  # a tile of cuDNN's: of fewer, dense products waste less
 _MOST_COLUMNS = 128
+_PRECISIONS = (
+    None,
+    (jax.lax.Precision.DEFAULT,) * 2,
+    jax.lax.DotAlgorithmPreset.BF16_BF16_F32,  # of JAX's own attention
+)
 
 
 def runs_by(whole: FoundPairs | FoundAttention) -> str:
@@ -41,7 +47,7 @@ def why_as_written(
         dtype: in which the kernel would run.
     """
     precision = product.params["precision"]
-    if precision not in (None, (jax.lax.Precision.DEFAULT,) * 2):
+    if precision not in _PRECISIONS:
         return f"in precision {precision}"
     if current().observer is not None:
         return "Probe observes it"
@@ -86,7 +92,8 @@ def _why_not_attention(whole: FoundAttention, dtype: DTypeLike) -> str | None:
         return f"heads of {columns} and {v[-1]} columns"
     if min(queries, k[-2]) < _LEAST_KEYS:
         return f"{queries} queries and {k[-2]} keys, {_LEAST_KEYS} of each would pay"
-    if whole.mask is not None and (queries % 2 or k[-2] % 2):
+    has_mask = whole.mask is not None and not whole.mask.is_causal
+    if has_mask and (queries % 2 or k[-2] % 2):
         return f"{queries} queries and {k[-2]} keys, one of them odd, under a mask"
     if whole.q.value.aval.sharding.mesh.explicit_axes:
         return "on a mesh with Explicit axes"
@@ -94,7 +101,8 @@ def _why_not_attention(whole: FoundAttention, dtype: DTypeLike) -> str | None:
 
 
 def _shape(operand: Operand) -> tuple[int, ...]:
-    return tuple(operand.value.shape[dim] for dim in operand.dims)
+    shape = without_ones(operand.value.shape)
+    return tuple(shape[dim] for dim in operand.dims)
 
 
 def _attention(
@@ -105,20 +113,27 @@ def _attention(
     examples = math.prod(batch) // heads
 
     def rows(operand: Operand) -> Array:
-        x = value(operand.value).astype(dtype).transpose(operand.dims)
+        x = value(operand.value).astype(dtype)
+        x = x.reshape(without_ones(x.shape)).transpose(operand.dims)
         return x.reshape(examples, heads, *x.shape[-2:]).swapaxes(1, 2)
 
     q, k, v = rows(whole.q), rows(whole.k), rows(whole.v)
-    mask = None
-    if whole.mask is not None:
+    mask, is_causal = None, whole.mask is not None and whole.mask.is_causal
+    if whole.mask is not None and not is_causal:
+        mask = value(whole.mask.value).astype(bool)
+        dims = zip(mask.shape, whole.mask.shape, strict=True)
+        mask = mask.reshape([own for own, size in dims if size != 1])
         # cuDNN's has one for all examples or heads, but one for each query and key.
-        mask = value(whole.mask).astype(bool)
         leading = mask.shape[:-2] if len(batch) == 2 else batch
         mask = jnp.broadcast_to(mask, (*leading, queries, k.shape[1]))
         if len(batch) != 2:
             mask = mask.reshape(examples, heads, *mask.shape[-2:])
     out = jax.nn.dot_product_attention(
-        *(q, k, v), mask=mask, scale=float(whole.scale), implementation="cudnn"
+        *(q, k, v),
+        mask=mask,
+        scale=float(whole.scale),
+        is_causal=is_causal,
+        implementation="cudnn",
     ).swapaxes(1, 2)
     back = np.argsort(whole.result.dims)
     return out.reshape(*batch, queries, out.shape[-1]).transpose(*back)

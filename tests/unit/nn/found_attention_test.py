@@ -15,7 +15,9 @@ from tests.support.nn import rounded
 
 B, T, H, D = 2, 128, 2, 16
 Q, K, V = (rounded(B, T, H, D, seed=seed) for seed in range(3))
+attention = jax.nn.dot_product_attention
 SEEN = np.tri(T, dtype=bool)[None, None]
+WINDOW = SEEN & ~np.tri(T, k=-9, dtype=bool)
 
 
 def by_flax(q, k, v):
@@ -29,7 +31,7 @@ def causal(q, k, v):
 
 
 def with_constant(q, k, v):
-    return linen.dot_product_attention(q, k, v, mask=SEEN)
+    return linen.dot_product_attention(q, k, v, mask=WINDOW)
 
 
 def padded(q, k, v):
@@ -57,8 +59,33 @@ def three_dims(q, k, v):
     )
 
 
-MASKED = [causal, with_constant, padded]
-FOUND = [*MASKED, by_flax, written_out, one_head, three_dims]
+def by_jax(q, k, v):
+    return attention(q, k, v)
+
+
+def by_jax_causal(q, k, v):
+    return attention(q, k, v, is_causal=True)
+
+
+def by_jax_masked(q, k, v):
+    return attention(q, k, v, mask=WINDOW)
+
+
+def one_example(q, k, v):
+    return attention(q[0], k[0], v[0])
+
+
+CAUSAL, MASKED = [causal, by_jax_causal], [with_constant, padded, by_jax_masked]
+FOUND = [
+    *CAUSAL,
+    *MASKED,
+    by_flax,
+    written_out,
+    one_head,
+    three_dims,
+    by_jax,
+    one_example,
+]
 
 
 def attended(function, change=lambda shares: shares):
@@ -93,9 +120,10 @@ def served(monkeypatch):
     """Lets XLA run what cuDNN runs on a GPU; returns the masks that it was given."""
     masks = []
 
-    def by_xla(q, k, v, *, mask, scale, implementation):
+    def by_xla(q, k, v, *, mask, scale, is_causal, implementation):
         assert implementation == "cudnn"
-        masks.append(mask)
+        masks.append("causal" if is_causal else mask)
+        mask = SEEN if is_causal else mask
         assert mask is None or mask.shape[2:] == (q.shape[1], k.shape[1])
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         scores = scale * jnp.einsum("bihd,bjhd->bhij", q, k)
@@ -113,7 +141,7 @@ def model(function, parameters, q, k, v):
     return function(jnp.tanh(q @ parameters["q"]), k, jnp.tanh(v @ parameters["v"]))
 
 
-def runs_of(function, dtype="bfloat16", **options):
+def runs_of(function, dtype="float32", **options):
     """Returns what runs a model's products of data, and why they are left."""
 
     def run(parameters, q, k, v):
@@ -144,7 +172,9 @@ def test_attention_computes_what_it_did(served, function):
     exact, ours = jax.jit(lambda *x: [of(f)(*x) for f in models])(parameters, Q, K, V)
     for x, y in zip(*map(jax.tree.leaves, (exact, ours)), strict=True):
         assert np.linalg.norm(x - y) < 2.0**-6 * np.linalg.norm(x)
-    assert [mask is None for mask in served] == [function not in MASKED]
+    (mask,) = served
+    assert isinstance(mask, str) == (function in CAUSAL)
+    assert (mask is not None) == (function in (*CAUSAL, *MASKED))
     assert runs_of(function) == (["cudnn attention"] * 2, [None] * 2)
 
 
