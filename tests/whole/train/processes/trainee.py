@@ -17,8 +17,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+from jax._src import compiler
 
 from loka_jax.data import generated
 from loka_jax.dispatch.policy import Limits
@@ -41,6 +43,8 @@ def main() -> int:
     options = dict(argument.split("=") for argument in sys.argv[2:])
     jax.config.update("jax_compilation_cache_dir", os.environ["XLA_CACHE"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # JAX keeps programs of the first process only: here each is as the first.
+    compiler.distributed = SimpleNamespace(global_state=SimpleNamespace(process_id=0))
     table = options.pop("table", None)
     gc.set_threshold(100_000, 50, 100)  # as tests/conftest.py
     numbers = {name: int(value) for name, value in options.items()}
