@@ -4,6 +4,7 @@ products of vectors in pairs    Triton's `dot_features`
 softmax attention               cuDNN's
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float
 
 from loka_jax import triton
 from loka_jax.nn.context import current
@@ -24,7 +25,6 @@ from loka_jax.ops.device import local_device
 from loka_jax.ops.interaction import dot_features, why_not_by_kernel
 
 _LEAST_KEYS = 128  # a tile of cuDNN's: of fewer, dense products waste less
-_MOST_COLUMNS = 128
 _PRECISIONS = (
     None,
     (jax.lax.Precision.DEFAULT,) * 2,
@@ -80,37 +80,80 @@ def run_whole(
 
 def _why_not_attention(whole: FoundAttention, dtype: DTypeLike) -> str | None:
     device = current().device or local_device()
-    q, k, v = (_shape(x) for x in (whole.q, whole.k, whole.v))
-    *_, queries, columns = q
     if device.compute_capability != "9.0":
         return "no Hopper GPU"
     if triton.is_left_out():
         return "JAX exports no kernel of cuDNN's"
     if jnp.dtype(dtype).itemsize != 2:
         return f"in {jnp.dtype(dtype).name}"
-    if columns % 8 or columns > _MOST_COLUMNS or v[-1] != columns:
-        return f"heads of {columns} and {v[-1]} columns"
-    if min(queries, k[-2]) < _LEAST_KEYS:
-        return f"{queries} queries and {k[-2]} keys, {_LEAST_KEYS} of each would pay"
-    has_mask = whole.mask is not None and not whole.mask.is_causal
-    if has_mask and (queries % 2 or k[-2] % 2):
-        return f"{queries} queries and {k[-2]} keys, one of them odd, under a mask"
+    q, k, v = (_rows_shape(x) for x in (whole.q, whole.k, whole.v))
+    if min(q[1], k[1]) < _LEAST_KEYS:
+        return f"{q[1]} queries and {k[1]} keys, {_LEAST_KEYS} of each would pay"
     if whole.q.value.aval.sharding.mesh.explicit_axes:
         return "on a mesh with Explicit axes"
+    mask = None if whole.mask is None else (q[0], q[2], q[1], k[1])
+    is_causal = whole.mask is not None and whole.mask.is_causal
+    return _why_not_by_cudnn(q, k, v, mask, is_causal, jnp.dtype(dtype).name)
+
+
+@functools.cache
+def _why_not_by_cudnn(
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    mask: tuple[int, ...] | None,
+    is_causal: bool,
+    dtype: str,
+) -> str | None:
+    """Returns what JAX says of operands of these shapes, None if cuDNN serves them."""
+
+    def total(q, k, v, mask):
+        return jnp.sum(_by_cudnn(q, k, v, mask, is_causal, 1.0).astype(jnp.float32))
+
+    own = [jax.ShapeDtypeStruct(shape, dtype) for shape in (q, k, v)]
+    own += [None if mask is None or is_causal else jax.ShapeDtypeStruct(mask, bool)]
+    try:
+        jax.eval_shape(jax.grad(total, argnums=(0, 1, 2)), *own)
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        return str(error).splitlines()[0]
     return None
 
 
-def _shape(operand: Operand) -> tuple[int, ...]:
+def _by_cudnn(
+    q: Float[Array, "B T h d"],
+    k: Float[Array, "B S h d"],
+    v: Float[Array, "B S h e"],
+    mask: Bool[Array, "_ _ T S"] | None,
+    is_causal: bool,
+    scale: float,
+) -> Float[Array, "B T h e"]:
+    return jax.nn.dot_product_attention(
+        *(q, k, v),
+        mask=mask,
+        scale=scale,
+        is_causal=is_causal,
+        implementation="cudnn",
+    )
+
+
+def _sizes(operand: Operand) -> tuple[int, ...]:
+    """Returns the sizes of an operand's dims: of examples and heads, rows, columns."""
     shape = without_ones(operand.value.shape)
     return tuple(shape[dim] for dim in operand.dims)
+
+
+def _rows_shape(operand: Operand) -> tuple[int, int, int, int]:
+    """Returns the shape of an operand for cuDNN: examples, rows, heads, columns."""
+    *batch, rows, columns = _sizes(operand)
+    heads = batch[-1] if len(batch) > 1 else 1
+    return math.prod(batch) // heads, rows, heads, columns
 
 
 def _attention(
     whole: FoundAttention, value: Callable[[Value], Array], dtype: DTypeLike
 ) -> Array:
-    *batch, queries, _ = _shape(whole.q)
-    heads = batch[-1] if len(batch) > 1 else 1
-    examples = math.prod(batch) // heads
+    *batch, queries, _ = _sizes(whole.q)
+    examples, _, heads, _ = _rows_shape(whole.q)
 
     def rows(operand: Operand) -> Array:
         x = value(operand.value).astype(dtype)
@@ -118,22 +161,17 @@ def _attention(
         return x.reshape(examples, heads, *x.shape[-2:]).swapaxes(1, 2)
 
     q, k, v = rows(whole.q), rows(whole.k), rows(whole.v)
-    mask, is_causal = None, whole.mask is not None and whole.mask.is_causal
+    is_causal = whole.mask is not None and whole.mask.is_causal
+    mask = None
     if whole.mask is not None and not is_causal:
         mask = value(whole.mask.value).astype(bool)
         dims = zip(mask.shape, whole.mask.shape, strict=True)
         mask = mask.reshape([own for own, size in dims if size != 1])
-        # cuDNN's has one for all examples or heads, but one for each query and key.
+        # cuDNN's may be one for all examples or heads, not for all queries or keys.
         leading = mask.shape[:-2] if len(batch) == 2 else batch
         mask = jnp.broadcast_to(mask, (*leading, queries, k.shape[1]))
         if len(batch) != 2:
             mask = mask.reshape(examples, heads, *mask.shape[-2:])
-    out = jax.nn.dot_product_attention(
-        *(q, k, v),
-        mask=mask,
-        scale=float(whole.scale),
-        is_causal=is_causal,
-        implementation="cudnn",
-    ).swapaxes(1, 2)
+    out = _by_cudnn(q, k, v, mask, is_causal, float(whole.scale)).swapaxes(1, 2)
     back = np.argsort(whole.result.dims)
     return out.reshape(*batch, queries, out.shape[-1]).transpose(*back)

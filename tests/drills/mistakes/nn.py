@@ -55,6 +55,20 @@ MISTAKES = [
         "unit/nn/found_pairs_test.py",
     ),
     Mistake(
+        "what is added to scores that are not seen is taken for a mask, if it is 0",
+        f"{NN}/found_attention.py",
+        "if mask is None or np.any(unseen > _FEWEST) or not np.array_equal(seen, x):",
+        "if mask is None or not np.array_equal(seen, x):",
+        "unit/nn/found_attention_test.py",
+    ),
+    Mistake(
+        "a window of keys is taken for all keys before a query",
+        f"{NN}/found_attention.py",
+        "return np.array_equal(seen != 0, places[-1] <= places[-2])",
+        "return not np.any((seen != 0) & (places[-1] > places[-2]))",
+        "unit/nn/found_attention_test.py",
+    ),
+    Mistake(
         "a default stands above a choice",
         f"{NN}/by_default.py",
         "if x.left is None and not has_recipe(x.name) and x.name not in current().choices",
