@@ -179,11 +179,10 @@ def _masked(scores: _Scores) -> _Scores:
     others = [y for y in step.inputs if y is not value]
     data = [y for y in others if np.size(y.constant) > 1 or y.constant is None]
     try:
-        seen, unseen = (
-            _evaluated(
-                step, {value: x} | dict.fromkeys(data, np.full(x.shape, is_seen))
-            )
-            for is_seen in (True, False)
+        # A mask is read as 0 or not: one that scales what it adds is none.
+        seen, partly, unseen = (
+            _evaluated(step, {value: x} | dict.fromkeys(data, np.full(x.shape, share)))
+            for share in (1.0, 0.5, 0.0)
         )
     except (NotRowwise, ValueError, IndexError):
         return scores
@@ -193,7 +192,7 @@ def _masked(scores: _Scores) -> _Scores:
             return scores
         return _masked(_Scores(step.outputs[0], scale * factor))
     mask = _mask(data, [value, step.outputs[0]])
-    if mask is None or np.any(unseen > _FEWEST) or not np.array_equal(seen, x):
+    if mask is None or np.any(unseen > _FEWEST) or not np.all([seen == x, partly == x]):
         return scores
     return _Scores(step.outputs[0], scale, mask)
 

@@ -239,7 +239,7 @@ class _Run:
         """Returns why an operation that was found whole runs as written, or None."""
         assert product.whole is not None
         dtype = as_recipe(self.rules.recipe(product.name)).compute_dtype
-        return why_as_written(product.step, product.whole, dtype)
+        return why_as_written(product.whole, dtype)
 
     def _run_whole(self, product: Product) -> Array:
         """Returns the result of an operation that was found whole."""

@@ -19,7 +19,7 @@ from loka_jax.nn.context import current
 from loka_jax.nn.explicit_axes import run_in_auto
 from loka_jax.nn.found_attention import FoundAttention, Operand
 from loka_jax.nn.found_pairs import FoundPairs
-from loka_jax.nn.program import Step, Value
+from loka_jax.nn.program import Value
 from loka_jax.nn.rowwise import without_ones
 from loka_jax.ops.device import local_device
 from loka_jax.ops.interaction import dot_features, why_not_by_kernel
@@ -37,18 +37,15 @@ def runs_by(whole: FoundPairs | FoundAttention) -> str:
     return "triton dot_features" if isinstance(whole, FoundPairs) else "cudnn attention"
 
 
-def why_as_written(
-    product: Step, whole: FoundPairs | FoundAttention, dtype: DTypeLike
-) -> str | None:
+def why_as_written(whole: FoundPairs | FoundAttention, dtype: DTypeLike) -> str | None:
     """Returns why an operation runs as written, or None.
 
     Args:
-        product: its first.
         dtype: in which the kernel would run.
     """
-    precision = product.params["precision"]
-    if precision not in _PRECISIONS:
-        return f"in precision {precision}"
+    for product in (x for x in whole.steps if x.name == "dot_general"):
+        if (precision := product.params["precision"]) not in _PRECISIONS:
+            return f"in precision {precision}"
     if current().observer is not None:
         return "Probe observes it"
     if isinstance(whole, FoundPairs):

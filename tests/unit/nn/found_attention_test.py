@@ -98,6 +98,11 @@ def attended(function, change=lambda shares: shares):
     return attention
 
 
+@jax.jit
+def _less_seen(scores, share):
+    return scores - (1 - share) * 1e9
+
+
 def returns_shares(q, k, v):
     shares = jax.nn.softmax(jnp.einsum("bihd,bjhd->bhij", q, k))
     return jnp.einsum("bhij,bjhd->bihd", shares, v), jnp.sum(shares[:, 0])
@@ -110,6 +115,7 @@ NOT_FOUND = [
     attended(jax.nn.softmax, lambda x: x.swapaxes(-1, -2)),
     attended(lambda x: jax.nn.softmax(jnp.where(SEEN, x, 0.0))),
     attended(lambda x: jax.nn.softmax(x + jnp.sum(x))),
+    attended(lambda x: jax.nn.softmax(_less_seen(x, jnp.cos(x[:1, :1])))),
     attended(lambda x: jax.nn.softmax(jnp.tanh(x))),
     returns_shares,
 ]
@@ -189,6 +195,8 @@ def test_attention_that_cudnn_does_not_serve_says_why(served, monkeypatch):
     assert runs_of(by_flax, skip="*")[1] == ["a product of data and data"] * 2
     few = lambda q, k, v: by_flax(q[:, :32], k, v)  # noqa: E731
     assert "32 queries" in runs_of(few)[1][0]
+    exactly = functools.partial(linen.dot_product_attention, precision="highest")
+    assert "in precision" in runs_of(exactly)[1][0]
     with triton.left_out():
         assert "JAX exports" in runs_of(by_flax)[1][0]
     monkeypatch.undo()
