@@ -226,10 +226,8 @@ def bounding_scale(norm, n, layer=None, dropout=0.0):
 
 
 def stored_xhat(xhat, norm, is_fp8):
-    """Returns normalized rows, or a product without a norm, as backward reads them."""
-    if norm == "none":
-        return xhat
-    return oracle.fp8(xhat, 1 / 16) if is_fp8 else oracle.bf16(xhat)
+    """Returns normalized rows as the backward pass reads them."""
+    return oracle.fp8(xhat, 1 / 16) if norm != "none" and is_fp8 else oracle.bf16(xhat)
 
 
 @dataclasses.dataclass
@@ -271,7 +269,9 @@ class WideStack:
             z = oracle.bf16(lhs @ rhs, unit)
             z = z if layer.bias is None else z + self.bias_of(i)
             xhat, rate = oracle.normalized(z, norm)
-            kept = stored_xhat(xhat, norm, rounded.is_fp8["dlhs"])
+            kept = xhat  # without a norm backward adds the bias to the product again
+            if norm != "none":
+                kept = stored_xhat(xhat, norm, rounded.is_fp8["dlhs"])
             self.kept.append([of_drhs, of_dlhs, norm, activation, kept, rate])
             x, _ = oracle.activate(activation, oracle.affine(xhat, layer))
             x = x * kept_share(self.form, i, x.shape)
