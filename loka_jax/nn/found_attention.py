@@ -11,12 +11,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
 
-from loka_jax.nn.follow import is_closed, region_after
+from loka_jax.nn.follow import is_closed, region_after, vector_of
 from loka_jax.nn.places import NotRead, reader
 from loka_jax.nn.program import Step, Value
 from loka_jax.nn.rowwise import NotRowwise, evaluate, probe, scalar, without_ones
@@ -35,7 +35,7 @@ class Operand(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mask:
-    """A value that is not 0 where a query sees a key.
+    """A value that is not 0 where a query sees a key, or a bias that is 0 there.
 
     Attributes:
         shape: that it is broadcast to, of examples, heads, queries and keys.
@@ -43,6 +43,7 @@ class Mask:
 
     value: Value
     shape: tuple[int, ...]
+    is_bias: bool = False
 
     @functools.cached_property
     def is_causal(self) -> bool:
@@ -61,7 +62,7 @@ class Mask:
             seen = reader(self.value, {})(places)
         except (NotRead, ValueError, IndexError):
             return False
-        return np.array_equal(seen != 0, places[-1] <= places[-2])
+        return np.array_equal((seen != 0) != self.is_bias, places[-1] <= places[-2])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -180,21 +181,56 @@ def _masked(scores: _Scores) -> _Scores:
     data = [y for y in others if np.size(y.constant) > 1 or y.constant is None]
     try:
         # A mask is read as 0 or not: one that scales what it adds is none.
-        seen, partly, unseen = (
-            _evaluated(step, {value: x} | dict.fromkeys(data, np.full(x.shape, share)))
-            for share in (1.0, 0.5, 0.0)
+        one, half, zero, low = (
+            _evaluated(step, {value: x} | dict.fromkeys(data, np.full(x.shape, given)))
+            for given in (1.0, 0.5, 0.0, 1e3 * _FEWEST)
         )
     except (NotRowwise, ValueError, IndexError):
         return scores
     if not data:
-        factor = float(seen[0, 0] / x[0, 0])
-        if not factor or not np.allclose(seen, factor * x, rtol=_TOLERANCE):
+        factor = float(one[0, 0] / x[0, 0])
+        if not factor or not np.allclose(one, factor * x, rtol=_TOLERANCE):
             return scores
         return _masked(_Scores(step.outputs[0], scale * factor))
     mask = _mask(data, [value, step.outputs[0]])
-    if mask is None or np.any(unseen > _FEWEST) or not np.all([seen == x, partly == x]):
+    if mask is None:
         return scores
+    is_mask = np.all(zero < _FEWEST) and np.all([one == x, half == x])
+    is_bias = np.all(low < _FEWEST) and np.all(zero == x) and _is_switch(mask.value)
+    if not is_mask and not is_bias:
+        return scores
+    mask = dataclasses.replace(mask, is_bias=not is_mask)
     return _Scores(step.outputs[0], scale, mask)
+
+
+def _is_switch(bias: Value) -> bool:
+    """Returns True for a value that is 0 or far below, as a predicate says."""
+    steps: list[Step] = []
+    value = bias
+    while value.aval.dtype != bool:
+        maker = value.maker
+        data = [x for x in maker.inputs if _constant(x) is None] if maker else []
+        if maker is None or len(data) != 1:
+            return False
+        steps.append(maker)
+        (value,) = data
+    results = []
+    for result in (np.asarray(True), np.asarray(False)):
+        for step in reversed(steps):
+            constants = map(_constant, step.inputs)
+            values = [result if c is None else scalar(c) for c in constants]
+            try:
+                result = evaluate(step.eqn, values)
+            except (NotRowwise, ValueError, IndexError):
+                return False
+        results.append(float(result))
+    return max(results) == 0 and min(results) < _FEWEST
+
+
+def _constant(value: Value) -> Any:
+    """Returns the number that a value repeats, None if there is none."""
+    constant = vector_of(value, 0).constant
+    return constant if np.size(constant) == 1 else None
 
 
 def _is_alike(x: Value, y: Value) -> bool:

@@ -161,7 +161,7 @@ def _attention(
     is_causal = whole.mask is not None and whole.mask.is_causal
     mask = None
     if whole.mask is not None and not is_causal:
-        mask = value(whole.mask.value).astype(bool)
+        mask = value(whole.mask.value).astype(bool) != whole.mask.is_bias
         dims = zip(mask.shape, whole.mask.shape, strict=True)
         mask = mask.reshape([own for own, size in dims if size != 1])
         # cuDNN's may be one for all examples or heads, not for all queries or keys.

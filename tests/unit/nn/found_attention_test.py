@@ -40,6 +40,14 @@ def padded(q, k, v):
     return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores), v)
 
 
+def by_bias(q, k, v):
+    """As Hugging Face's models."""
+    seen = v[:, :, 0, 0] > -1
+    low = jnp.full(seen.shape, jnp.finfo(jnp.float32).min)
+    bias = jax.lax.select(seen, jnp.zeros(seen.shape), low)[:, None, None]
+    return linen.dot_product_attention(q, k, v, bias=bias)
+
+
 def written_out(q, k, v):
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     scores = (q @ k.swapaxes(-1, -2) / D).astype(jnp.float32)
@@ -75,7 +83,8 @@ def one_example(q, k, v):
     return attention(q[0], k[0], v[0])
 
 
-CAUSAL, MASKED = [causal, by_jax_causal], [with_constant, padded, by_jax_masked]
+CAUSAL = [causal, by_jax_causal]
+MASKED = [with_constant, padded, by_jax_masked, by_bias]
 FOUND = [
     *CAUSAL,
     *MASKED,
@@ -103,6 +112,12 @@ def _less_seen(scores, share):
     return scores - (1 - share) * 1e9
 
 
+def by_position(q, k, v):
+    """As T5: what is added is no mask, though some of it is far below 0."""
+    bias = jnp.where(v[:, :, 0, 0] > -1, v[:, :, 0, 1], -1e9)[:, None, None]
+    return linen.dot_product_attention(q, k, v, bias=bias)
+
+
 def returns_shares(q, k, v):
     shares = jax.nn.softmax(jnp.einsum("bihd,bjhd->bhij", q, k))
     return jnp.einsum("bhij,bjhd->bihd", shares, v), jnp.sum(shares[:, 0])
@@ -118,6 +133,7 @@ NOT_FOUND = [
     attended(lambda x: jax.nn.softmax(_less_seen(x, jnp.cos(x[:1, :1])))),
     attended(lambda x: jax.nn.softmax(jnp.tanh(x))),
     returns_shares,
+    by_position,
 ]
 
 
