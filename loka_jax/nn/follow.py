@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Set
 from typing import Any, Literal, get_args
 
+import jax.numpy as jnp
 import numpy as np
 from numpy import ndarray
 
@@ -314,12 +315,13 @@ def _known(region: Region, end: Value) -> Following | None:
     x, y = region.results[region.start], region.results[end]
     x, y = x.reshape(len(x), -1), np.asarray(y, np.float64).reshape(len(y), -1)
     steps = region.before[end]
-    if not np.all(np.isfinite(y)):
+    dtype = region.start.aval.dtype
+    if not np.all(np.isfinite(y)) or not jnp.issubdtype(dtype, jnp.floating):
         return None
     small = np.s_[:, :16]
-    dtypes = dict.fromkeys((np.dtype(np.float32), region.start.aval.dtype))
-    for name, dtype in itertools.product(_ACTIVATIONS, dtypes):
-        z = activation(name, x.shape[1], dtype)
+    dtypes = dict.fromkeys((np.dtype(np.float32), dtype))
+    for name, constants in itertools.product(_ACTIVATIONS, dtypes):
+        z = activation(name, x.shape[1], constants)
         if _is_close(z[small], y[small]) and _is_close(z, y):
             return Following("activation", steps, end, name)
     used = [v for v in region.vectors if _reads(steps, v, region)]

@@ -272,6 +272,20 @@ def test_what_follows_is_found_in_every_dtype_though_constants_are_rounded(dtype
     assert [x.dropout for x in own] == [0.1] * 5
 
 
+@pytest.mark.parametrize("dtype", ["int32", "bool", "complex64"])
+def test_numbers_that_are_not_real_are_no_activations(dtype):
+    def function(p, x, others):
+        change = jnp.logical_not if dtype == "bool" else jnp.negative
+        first = change(others)
+        total = jnp.sum(jnp.abs(jnp.sum(first)) + jnp.sum(jnp.abs(change(first))))
+        return x @ p["w"] + total.astype(x.dtype)
+
+    model: Any = nn.convert(function, recipe="bf16")
+    parameters = {"w": jnp.ones((32, 16))}
+    sites = listed(model, parameters, jnp.ones((64, 32)), jnp.ones((64, 32), dtype))
+    assert [*sites] == ["w"]
+
+
 def test_sites_in_no_group_say_why():
     def function(p, x):
         wide = jnp.maximum(x @ p["wide"] + p["bias"], 0)
