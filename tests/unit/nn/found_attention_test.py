@@ -217,5 +217,10 @@ def test_attention_that_cudnn_does_not_serve_says_why(served, monkeypatch):
         assert "JAX exports" in runs_of(by_flax)[1][0]
     monkeypatch.undo()
     assert "no Hopper GPU" in runs_of(by_flax)[1][0]
+
+    def missing(*operands, **options):
+        raise RuntimeError("cuDNN not found.\nAnd more.")
+
     monkeypatch.setattr(run_whole, "local_device", lambda: HOPPER)
-    assert "cuDNN" in runs_of(by_flax)[1][0]  # what JAX says without one
+    monkeypatch.setattr(jax.nn, "dot_product_attention", missing)
+    assert runs_of(by_flax)[1][0].endswith("attention: cuDNN not found.")
