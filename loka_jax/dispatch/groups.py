@@ -164,8 +164,8 @@ def _if_wide(run: list[Known]) -> list[list[Known]]:
 def _decide_run(deciding: Deciding, run: list[Known]) -> dict[str, Decision]:
     """Returns the decisions on layers in a row as one operation, if that is faster.
 
-    FP8 must beat the fastest in bfloat16 by enough, here of the run as a whole. So must
-    bfloat16 in training: XLA has passes of its own there, which predictions miss.
+    FP8 must beat the fastest in bfloat16 by enough, here of the run as a whole; so must
+    kernels in bfloat16 beat XLA in training, where it has passes of its own.
     """
     limits, fastest = deciding.limits, {}
     for x in run:
@@ -181,7 +181,7 @@ def _decide_run(deciding: Deciding, run: list[Known]) -> dict[str, Decision]:
     apart = sum(x.apart_us(decision) for x, decision in zip(run, decided, strict=True))
     times = together | {"apart": apart}
     has_fp8 = any(decision.choice.is_fp8 for decision in decided)
-    least = limits.speedup if deciding.name == "training" else 1.0
+    least = limits.leave_xla if deciding.name == "training" else 1.0
     gains = times["apart"] / times["bf16"] >= least
     best_bf16 = "bf16" if has_fp8 or gains else "apart"
     best = min(times, key=times.__getitem__)
