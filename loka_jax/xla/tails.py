@@ -142,8 +142,8 @@ def norm_tail(
             bfloat16 without a norm); None to return no residuals.
     """
     shape = want.shape_of(summands[0].data)
-    product, *others = (_matrix(x, shape) for x in summands)
-    argument = plus(product, vectors.bias)
+    first, *others = (_matrix(x, shape) for x in summands)
+    argument = plus(first, vectors.bias)
     activate = ACTIVATIONS[epilogue.activation]
     if epilogue.acts_first:
         argument = _drop(activate(argument), dropout)
@@ -165,13 +165,12 @@ def norm_tail(
     else:
         scale_inv = xhat_scale_inv(epilogue.norm, shape[1])
         stored = fp8.saturate(normed / scale_inv, E4M3)
+    keeps_product = epilogue.keeps_product(len(summands))
+    has_xhat = epilogue.norm != "none" or not keeps_product
+    product = summands[0] if keeps_product else None
     factor = summands[1] if epilogue.multiplies else None
-    residuals = TailResiduals(_pad(stored, want), rstd, None, factor)
-    if epilogue.keeps_product(len(summands)):
-        residuals = residuals._replace(product=summands[0])
-        if epilogue.norm == "none":
-            residuals = residuals._replace(xhat=None)
-    return y, residuals
+    kept = _pad(stored, want) if has_xhat else None
+    return y, TailResiduals(kept, rstd, product, factor)
 
 
 def norm_tail_backward(
