@@ -33,8 +33,7 @@ class Operand(NamedTuple):
     dims: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Mask:
+class Mask(NamedTuple):
     """A value that is not 0 where a query sees a key, or a bias that is 0 there.
 
     Attributes:
@@ -44,25 +43,6 @@ class Mask:
     value: Value
     shape: tuple[int, ...]
     is_bias: bool = False
-
-    @functools.cached_property
-    def is_causal(self) -> bool:
-        """True if each query sees the keys up to its own, whatever the data are.
-
-        Some rows are read, of the first, the last and the middle one of examples and of
-        heads.
-        """
-        *leading, queries, keys = self.value.shape
-        if queries != keys:
-            return False
-        some = [np.unique([0, n // 2, n - 1]) for n in leading]
-        rows = np.unique(np.linspace(0, queries - 1, _ROWS_READ).astype(int))
-        places = np.meshgrid(*some, rows, np.arange(keys), indexing="ij")
-        try:
-            seen = reader(self.value, {})(places)
-        except (NotRead, ValueError, IndexError):
-            return False
-        return np.array_equal((seen != 0) != self.is_bias, places[-1] <= places[-2])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,6 +72,28 @@ class FoundAttention:
     def end(self) -> Value:
         """The result."""
         return self.result.value
+
+    @functools.cached_property
+    def is_causal(self) -> bool:
+        """True if each query sees the keys up to its own, whatever the data are.
+
+        Some rows of the mask are read, of the first, the last and the middle one of
+        examples and of heads.
+        """
+        if self.mask is None:
+            return False
+        value = self.mask.value
+        *leading, queries, keys = value.shape
+        if queries != keys:
+            return False
+        some = [np.unique([0, n // 2, n - 1]) for n in leading]
+        rows = np.unique(np.linspace(0, queries - 1, _ROWS_READ).astype(int))
+        places = np.meshgrid(*some, rows, np.arange(keys), indexing="ij")
+        try:
+            seen = reader(value, {})(places) != 0
+        except (NotRead, ValueError, IndexError):
+            return False
+        return np.array_equal(seen != self.mask.is_bias, places[-1] <= places[-2])
 
 
 class _Scores(NamedTuple):
@@ -199,8 +201,7 @@ def _masked(scores: _Scores) -> _Scores:
     is_bias = np.all(low < _FEWEST) and np.all(zero == x) and _is_switch(mask.value)
     if not is_mask and not is_bias:
         return scores
-    mask = dataclasses.replace(mask, is_bias=not is_mask)
-    return _Scores(step.outputs[0], scale, mask)
+    return _Scores(step.outputs[0], scale, mask._replace(is_bias=not is_mask))
 
 
 def _is_switch(bias: Value) -> bool:

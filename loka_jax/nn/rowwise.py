@@ -97,7 +97,7 @@ def evaluate(eqn: Any, values: Sequence[ndarray]) -> ndarray:
         case "clamp":
             return np.clip(values[1], values[0], values[2])
         case "reduce_sum" | "reduce_max" | "reduce_min":
-            axes = _trailing([*map(int, params["axes"])], leading(eqn, values[0]))
+            axes = _trailing([*map(int, params["axes"])], _leading(eqn, values[0]))
             reduce = {"m": np.max, "s": np.sum, "i": np.min}
             key = {"reduce_sum": "s", "reduce_max": "m", "reduce_min": "i"}[name]
             return reduce[key](values[0], axis=tuple(axes))
@@ -119,7 +119,7 @@ def _trailing(axes: Sequence[int], rows: int) -> list[int]:
     return [1 + axis - rows for axis in axes]
 
 
-def leading(eqn: Any, x: ndarray) -> int:
+def _leading(eqn: Any, x: ndarray) -> int:
     """Returns the number of leading dims of an equation's first operand."""
     return len(eqn.invars[0].aval.shape) - x.ndim + 1
 
@@ -133,7 +133,7 @@ def _broadcast(eqn: Any, x: ndarray) -> ndarray:
     if x.ndim == 0:
         return x
     after = eqn.outvars[0].aval.shape
-    dims, lead = [*map(int, eqn.params["broadcast_dimensions"])], leading(eqn, x)
+    dims, lead = [*map(int, eqn.params["broadcast_dimensions"])], _leading(eqn, x)
     rows = dims[lead] if lead < len(dims) else max(dims, default=-1) + 1
     own = [1] * (len(after) - rows)
     for at, size in zip(_trailing(dims[lead:], rows), x.shape[1:], strict=True):
@@ -146,7 +146,7 @@ def _reshape(eqn: Any, x: ndarray) -> ndarray:
     if x.ndim == 0:
         return x
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    first = without_ones(before[: leading(eqn, x)])
+    first = without_ones(before[: _leading(eqn, x)])
     for rows in range(len(after) + 1):
         if without_ones(after[:rows]) == first:
             return x.reshape(x.shape[0], *after[rows:])
@@ -154,7 +154,7 @@ def _reshape(eqn: Any, x: ndarray) -> ndarray:
 
 
 def _transpose(eqn: Any, x: ndarray) -> ndarray:
-    shape, lead = eqn.invars[0].aval.shape, leading(eqn, x)
+    shape, lead = eqn.invars[0].aval.shape, _leading(eqn, x)
     order = [int(i) for i in eqn.params["permutation"] if i >= lead or shape[i] != 1]
     if order != sorted(order):
         raise NotRowwise

@@ -88,9 +88,9 @@ def _why_not_attention(whole: FoundAttention, dtype: DTypeLike) -> str | None:
         return f"{q[1]} queries and {k[1]} keys, {_LEAST_KEYS} of each would pay"
     if whole.q.value.aval.sharding.mesh.explicit_axes:
         return "on a mesh with Explicit axes"
-    mask = None if whole.mask is None else (q[0], q[2], q[1], k[1])
-    is_causal = whole.mask is not None and whole.mask.is_causal
-    return _why_not_by_cudnn(q, k, v, mask, is_causal, jnp.dtype(dtype).name)
+    has_mask = whole.mask is not None and not whole.is_causal
+    mask = (q[0], q[2], q[1], k[1]) if has_mask else None
+    return _why_not_by_cudnn(q, k, v, mask, whole.is_causal, jnp.dtype(dtype).name)
 
 
 @functools.cache
@@ -108,7 +108,7 @@ def _why_not_by_cudnn(
         return jnp.sum(_by_cudnn(q, k, v, mask, is_causal, 1.0).astype(jnp.float32))
 
     own = [jax.ShapeDtypeStruct(shape, dtype) for shape in (q, k, v)]
-    own += [None if mask is None or is_causal else jax.ShapeDtypeStruct(mask, bool)]
+    own += [None if mask is None else jax.ShapeDtypeStruct(mask, bool)]
     try:
         jax.eval_shape(jax.grad(total, argnums=(0, 1, 2)), *own)
     except (NotImplementedError, RuntimeError, ValueError) as error:
@@ -158,9 +158,8 @@ def _attention(
         return x.reshape(examples, heads, *x.shape[-2:]).swapaxes(1, 2)
 
     q, k, v = rows(whole.q), rows(whole.k), rows(whole.v)
-    is_causal = whole.mask is not None and whole.mask.is_causal
     mask = None
-    if whole.mask is not None and not is_causal:
+    if whole.mask is not None and not whole.is_causal:
         mask = value(whole.mask.value).astype(bool) != whole.mask.is_bias
         dims = zip(mask.shape, whole.mask.shape, strict=True)
         mask = mask.reshape([own for own, size in dims if size != 1])
@@ -169,6 +168,6 @@ def _attention(
         mask = jnp.broadcast_to(mask, (*leading, queries, k.shape[1]))
         if len(batch) != 2:
             mask = mask.reshape(examples, heads, *mask.shape[-2:])
-    out = _by_cudnn(q, k, v, mask, is_causal, float(whole.scale)).swapaxes(1, 2)
+    out = _by_cudnn(q, k, v, mask, whole.is_causal, float(whole.scale)).swapaxes(1, 2)
     back = np.argsort(whole.result.dims)
     return out.reshape(*batch, queries, out.shape[-1]).transpose(*back)

@@ -57,15 +57,15 @@ MISTAKES = [
     Mistake(
         "what is added to scores that are not seen is taken for a mask, if it is 0",
         f"{NN}/found_attention.py",
-        "np.any(unseen > _FEWEST) or",
-        "",
+        "is_mask = np.all(zero < _FEWEST) and np.all(",
+        "is_mask = np.all(",
         "unit/nn/found_attention_test.py",
     ),
     Mistake(
         "a window of keys is taken for all keys before a query",
         f"{NN}/found_attention.py",
-        "return np.array_equal(seen != 0, places[-1] <= places[-2])",
-        "return not np.any((seen != 0) & (places[-1] > places[-2]))",
+        "return np.array_equal(seen != self.mask.is_bias, places[-1] <= places[-2])",
+        "return not np.any(seen & (places[-1] > places[-2]))",
         "unit/nn/found_attention_test.py",
     ),
     Mistake(
