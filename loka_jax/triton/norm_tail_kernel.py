@@ -134,7 +134,7 @@ def norm_tail_backward_kernel(given, out, of):
             g *= slope(z, of.activation)
     if given.vectors.bias is not None:
         if of.norm == "none":
-            if out.dz.fp8 is None:  # else what is written in FP8 is computed once
+            if out.dz.fp8 is None:  # in FP8 `write` reduces the tile: one computation
                 g *= one_of_rows(g)[:, None]
             store_row_sums(out.sums.bias, g, row, column, of)
         else:  # terms nearly cancel: a norm takes the mean of a row away
