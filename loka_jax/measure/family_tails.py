@@ -110,9 +110,9 @@ def cross_tails() -> list[Case]:
     of_vectors = dict(bias=vector(4), head=vector(5))
     return [
         by_both("cross layer", draw(product, bias=vector(4)), forward, tails),
-        by_both("cross layer, backward", draw(in_fp8), backward, tails),
+        by_both("cross layer, backward", draw(in_fp8), backward, tails, _ROUNDED_TERMS),
         by_both("before a head", draw(in_fp8, **of_vectors), before_a_head, tails),
-        by_both("behind a head", behind_a_head, backward, tails),
+        by_both("behind a head", behind_a_head, backward, tails, _ROUNDED_TERMS),
         *_cross_gradients(),
     ]
 

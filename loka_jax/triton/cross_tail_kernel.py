@@ -7,10 +7,12 @@ from loka_jax.triton.tail_kernel import (
     columns_of,
     decode,
     first_of_tile,
+    once,
     read_part,
     read_vector,
     store_dots,
     store_part,
+    store_row_sums,
     store_sums,
     write,
 )
@@ -33,7 +35,8 @@ def cross_tail_kernel(given, out, of):
         c += columns_of(given.bias, column, of)
     tile = c * decode(given.x0, row, column, of)
     if out.row_sums is not None:
-        store_sums(out.row_sums, tl.sum(tile, axis=0), row, column, of)
+        tile = once(tile)
+        store_row_sums(out.row_sums, tile, row, column, of)
     if out.dots is not None:
         store_dots(out.dots, tile, given.head, row, column, of)
     write(tile, out.y, given.scale_inv, row, column, of)

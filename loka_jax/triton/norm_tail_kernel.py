@@ -11,12 +11,11 @@ from loka_jax.triton.tail_kernel import (
     cut,
     decode,
     first_of_tile,
-    one_of_rows,
+    once,
     read,
     read_vector,
     store,
     store_row_sums,
-    store_sums,
     write,
 )
 from loka_jax.triton.unbiased_kernel import uniform
@@ -66,7 +65,7 @@ def norm_moments_kernel(given, out, of):
     row = _last_rows_first(of)
     total = tl.zeros((of.block_m, of.block_n), tl.float32)
     squares = tl.zeros((of.block_m, of.block_n), tl.float32)
-    for column in range(0, of.n, of.block_n):
+    for column in tl.range(0, of.n, of.block_n, loop_unroll_factor=2):
         v = _biased(given.summands[0], given, row, column, of)
         v = _argument(v, given, row, column, of)
         total += v
@@ -97,7 +96,7 @@ def norm_tail_backward_kernel(given, out, of):
     v = _kept(given, row, column, of)
     g = _gradient(v, given, row, column, of)
     if given.vectors.gamma is not None or given.vectors.beta is not None:
-        g *= one_of_rows(g)[:, None]
+        g = once(g)
     if given.vectors.gamma is not None:
         store_row_sums(out.sums.gamma, g * v, row, column, of)
     if given.vectors.beta is not None:
@@ -133,12 +132,8 @@ def norm_tail_backward_kernel(given, out, of):
             z = _biased(given.product, given, row, column, of)
             g *= slope(z, of.activation)
     if given.vectors.bias is not None:
-        if of.norm == "none":
-            if out.dz.fp8 is None:  # in FP8 `write` reduces the tile: one computation
-                g *= one_of_rows(g)[:, None]
-            store_row_sums(out.sums.bias, g, row, column, of)
-        else:  # terms nearly cancel: a norm takes the mean of a row away
-            store_sums(out.sums.bias, tl.sum(g, axis=0), row, column, of)
+        g = once(g)
+        store_row_sums(out.sums.bias, g, row, column, of)
     write(g, out.dz, given.scale_inv, row, column, of)
 
 
@@ -148,7 +143,7 @@ def norm_projections_kernel(given, out, of):
     row = _last_rows_first(of)
     centre = tl.zeros((of.block_m, of.block_n), tl.float32)
     along = tl.zeros((of.block_m, of.block_n), tl.float32)
-    for column in range(0, of.n, of.block_n):
+    for column in tl.range(0, of.n, of.block_n, loop_unroll_factor=2):
         v = _kept(given, row, column, of)
         g = _gradient(v, given, row, column, of)
         if given.vectors.gamma is not None:

@@ -151,7 +151,7 @@ def store_row_sums(x, tile, row, column, of):
 
     They are a product with ones: sums over threads, in which most of a tile's rows lie,
     would take as long as the tail itself. The rounding is that of the gradients that
-    the tail reads; where terms nearly cancel, see `store_sums`.
+    the tail reads, and those that XLA writes in bfloat16.
     """
     ones = tl.full((16, of.block_m), 1.0, tl.float32).to(tl.bfloat16)
     sums = tl.dot(ones, tile.to(tl.bfloat16))
@@ -179,10 +179,8 @@ def write(tile, out, scale_inv, row, column, of):
         store(out.bf16, tile, row, column, of.block_m, of.block_n)
     if out.fp8 is not None:
         factor = 1.0 / tl.load(scale_inv)
-        cast = tile * (factor * _one_if_magnitudes(largest))[:, None]
-        # NaN stays NaN.
-        cast = tl.clamp(cast, -of.limit, of.limit, propagate_nan=tl.PropagateNan.ALL)
-        cast = cast.to(out.fp8.at.dtype.element_ty)
+        # The conversion saturates, and keeps NaN (PTX's cvt.satfinite).
+        cast = once(tile * factor).to(out.fp8.at.dtype.element_ty)
         store(out.fp8, cast, row, column, of.block_m, of.block_n)
         if out.fp8_t is not None:
             cast = tl.trans(cast)
@@ -195,19 +193,15 @@ def write(tile, out, scale_inv, row, column, of):
 
 
 @jit
-def one_of_rows(tile):
-    """Returns 1 for each row of a tile; what is multiplied by it is computed once.
+def once(tile):
+    """Returns the tile, which is computed once for all its readers.
 
-    Else Triton computes a tile, from its loads on, for each layout in which it is used:
-    it repeats what does not depend on a reduction, where that takes fewer bytes through
-    shared memory.
+    Else Triton computes it again, from its loads on, for each layout in which it is
+    used. What has side effects it does not repeat.
     """
-    return _one_if_magnitudes(_row_largest(tile))
-
-
-@jit
-def _one_if_magnitudes(bits):
-    return tl.where(bits < 0, 0.0, 1.0)
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=f,f", [tile], tl.float32, is_pure=False, pack=1
+    )
 
 
 @jit

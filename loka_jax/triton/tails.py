@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from loka_jax.fp8 import E4M3, fp8_max
+from loka_jax.fp8 import E4M3
 from loka_jax.normed import (
     NO_VECTORS,
     Epilogue,
@@ -321,11 +321,10 @@ class _Run(NamedTuple):
 
         A program writes a tile of the matrix unless their number is given.
         """
-        (out_m, out_n), fp8 = self.out_shape, self.want.fp8
+        out_m, out_n = self.out_shape
         constants = static(
             **dict(m=self.m, n=self.n, out_m=out_m, out_n=out_n),
             **dict(block_m=tile.block_m, block_n=tile.block_n),
-            limit=1.0 if fp8 is None else fp8_max(fp8),
             **of,
         )
         out = static(**out) if isinstance(out, dict) else out

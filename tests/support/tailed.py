@@ -154,8 +154,12 @@ def assert_close(ours, theirs, limit):
     assert max(jax.tree.leaves(errors)) <= limit, errors
 
 
-def assert_triton_gives_the_results_of_xla(results, limit=2.0**-8):
-    """Asserts that both give the same on this device, up to few flipped roundings."""
+def assert_triton_gives_the_results_of_xla(results, limit=2.0**-7):
+    """Asserts that both give the same on this device, up to few flipped roundings.
+
+    And up to those of the terms of sums over rows, 2^-9 of each: the terms of a bias
+    before a norm cancel to a few times less than their root mean square.
+    """
     by = (dict(step=value_and_gradients, implementation=x) for x in ("triton", "xla"))
     assert_close(*(results(**how)[0] for how in by), limit)
 

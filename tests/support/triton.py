@@ -224,9 +224,12 @@ def interpreted(monkeypatch):
             for module in (standard, tl):
                 monkeypatch.setattr(module, name, function, raising=False)
     monkeypatch.setattr(interpreter.ScanOps, "generic_scan", _scan)
-    # The only assembly of the kernels is that of a sigmoid.
-    share = lambda asm, constraints, args, *_, **__: 1 / (1 + tl.exp2(args[0]))  # noqa: E731
-    monkeypatch.setattr(tl, "inline_asm_elementwise", share)
+
+    def assembly(asm, constraints, args, *_, **__):
+        """Computes what the kernels' assembly does: a sigmoid, or nothing."""
+        return 1 / (1 + tl.exp2(args[0])) if "ex2" in asm else args[0]
+
+    monkeypatch.setattr(tl, "inline_asm_elementwise", assembly)
     for module in _LAUNCHING:
         monkeypatch.setattr(module, "launch", _interpret, raising=False)
         monkeypatch.setattr(module, "require_triton", lambda: None, raising=False)
@@ -313,8 +316,15 @@ def _interpreted_copy(function):
 
 
 def _convert(x, from_type, to_type, rounding_mode):
-    """Casts by IEEE rounding, unlike the interpreter, which holds types as integers."""
+    """Casts by IEEE rounding, unlike the interpreter, which holds types as integers.
+
+    To FP8 it saturates, as the hardware does.
+    """
     del rounding_mode
     x = np.ascontiguousarray(x).view(_TYPES[from_type.name]).astype(np.float32)
-    y = x.astype(_TYPES[to_type.name])
+    to = _TYPES[to_type.name]
+    if "float8" in np.dtype(to).name:
+        limit = float(ml_dtypes.finfo(to).max)
+        x = np.clip(x, -limit, limit)  # NaN stays NaN
+    y = x.astype(to)
     return y.view(f"uint{8 * y.itemsize}")
