@@ -1,9 +1,10 @@
 """What runs at the sites of a converted model for which nobody chose.
 
-    bfloat16      by XLA, or by kernels and in groups where both training and inference
-                  are predicted to be faster
-    as written    on a CPU; and where the operands are float32 and so small that casts
-                  cost more than bfloat16 saves
+    bfloat16      of operands in float32 by XLA; by kernels and in groups where both
+                  training and inference are predicted to be faster
+    as written    on a CPU; where operands are in bfloat16 and XLA's product is the
+                  fastest; and where they are float32 and so small that casts cost more
+                  than bfloat16 saves
     FP8           never: nobody knows its errors in this model
 
 A conversion is decided when it is traced, and a trace does not tell whether it will be
@@ -42,7 +43,7 @@ def choose(sites: Sequence[Site], in_float32: Collection[str]) -> Mapping[str, C
     performance = _known_here()
     if performance is None:
         reason = f"no times are known of this device; {_FP8}"
-        return dict.fromkeys(paths, Chosen(BF16, reason))
+        return {x: Chosen(BF16 if x in in_float32 else None, reason) for x in paths}
     return chosen_by(performance, sites, in_float32)
 
 
@@ -59,7 +60,9 @@ def chosen_by(
     chosen: dict[str, Chosen] = {}
     for path, decision in training.items():
         own = _chosen(decision, inference[path])
-        if own.choice == BF16 and path in in_float32 and roofline is not None:
+        if own.choice == BF16 and path not in in_float32:
+            own = own._replace(choice=None)
+        elif own.choice == BF16 and roofline is not None:
             if gain_of_bf16_us(specs[path], roofline) <= 0:
                 reason = "casts would cost more than bfloat16 saves: so it was written"
                 own = Chosen(None, f"{reason}; {_FP8}")
