@@ -25,10 +25,13 @@ class Member(NamedTuple):
 
     Attributes:
         path: its module path; distinct within the group.
+        gradient: the dtype in which the gradient of its weight is written: float32, or
+            bfloat16 where the model casts its weight to that.
     """
 
     path: str
     spec: SiteSpec
+    gradient: str = "float32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

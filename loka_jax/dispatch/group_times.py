@@ -62,10 +62,10 @@ def group_us(
         if isinstance(layer, Cross):
             us += _cross_us(layer, recipes, pass_name, roofline)
         elif layer.member is not None:
-            path, spec = layer.member
-            us += dense_us(spec, recipes[path], pass_name, roofline)
+            spec, recipe = layer.member.spec, recipes[layer.member.path]
+            us += dense_us(spec, recipe, pass_name, roofline)
             if group.is_crossed(layer.reads):  # the cross network writes it
-                written = written_bytes("lhs", recipes[path], pass_name)
+                written = written_bytes("lhs", recipe, pass_name)
                 us -= spec.m * spec.k * (2 + written) / roofline.bytes_per_us
     return us
 
@@ -128,7 +128,8 @@ def _cross_us(
     moved = _PASSES * first.m * first.k * _of_passes(layer, recipe, pass_name)
     if pass_name == "training":
         lhs, rhs, g = (written_bytes(x, recipe, pass_name) for x in OPERANDS)
-        for _, spec in members:  # in float32, and so is its gradient
+        for x in members:  # in float32, and so is its gradient
+            spec = x.spec
             moved += spec.k * spec.n * (8 + rhs)
         if len(layer.members[0]) > 1:  # what a product leaves for the next one
             narrow = first.m * first.n * len(layer.members)

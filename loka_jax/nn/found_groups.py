@@ -306,4 +306,6 @@ def _casts_of(value: Value, steps: set[Step]) -> Iterator[Value]:
 def _member(layer: Layer) -> Member:
     product = layer.product
     assert product is not None
-    return Member(product.name, layer.spec)
+    dtype = product.step.inputs[1].aval.dtype.name
+    gradient = "bfloat16" if dtype == "bfloat16" else "float32"
+    return Member(product.name, layer.spec, gradient)

@@ -166,7 +166,7 @@ class _Run(NamedTuple):
 
     def sites(self, states) -> list[list[tuple[GroupSite, ...]]]:
         """Returns the sites of each layer, nested as its members."""
-        sites = iter(sites_of(self.plans, states))
+        sites = iter(sites_of(self.group, self.plans, states))
         return [
             [tuple(next(sites) for _ in own) for own in layer.members]
             for layer in self.group.layers

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from loka_jax import fp8, triton, xla
+from loka_jax.group import Group
 from loka_jax.normed import Epilogue
 from loka_jax.ops.plan import KernelPlan
 from loka_jax.ops.products import Products, read_state
@@ -87,10 +88,12 @@ class GroupSite(NamedTuple):
     Attributes:
         products: of the site.
         scales: of lhs, rhs and g from earlier steps; () without a state.
+        gradient: the dtype in which drhs is written, see `Member`.
     """
 
     products: Products
     scales: tuple[Scale, ...]
+    gradient: str
 
     def shape(self, operand: Operand) -> tuple[int, int]:
         """Returns rows and columns of an operand without padding."""
@@ -123,8 +126,8 @@ class GroupSite(NamedTuple):
         )
 
     def multiply(self, role: Role, first: Written, second: Written) -> Scaled:
-        """Returns the product of a role: bfloat16, of drhs float32."""
-        dtype = jnp.float32 if role == "drhs" else jnp.bfloat16
+        """Returns the product of a role: bfloat16, of drhs as `gradient` says."""
+        dtype = jnp.dtype(self.gradient) if role == "drhs" else jnp.bfloat16
         gemm = self.products.recipe.gemm(role)
         if gemm is None:
             lhs, rhs = (
@@ -134,8 +137,10 @@ class GroupSite(NamedTuple):
             options = dict(compute_dtype=jnp.bfloat16, out_dtype=dtype)
             return Scaled(xla.high_precision_matmul(lhs, rhs, **options))
         lhs, rhs = _fp8_views(role, first, second)
-        options = dict(out_dtype=dtype, fast_accumulation=gemm.fast_accumulation)
-        out = xla.fp8_product(lhs.data, rhs.data, **options)
+        is_fast = gemm.fast_accumulation
+        out = xla.fp8_product(
+            *(lhs.data, rhs.data), out_dtype=dtype, fast_accumulation=is_fast
+        )
         return Scaled(out, (*lhs.scales, *rhs.scales))
 
     def weight_gradient(self, lhs: Written, g: Written) -> Array:
@@ -227,15 +232,18 @@ def weight(tails: Tails, site: GroupSite, kernel: Array, *, keep: bool) -> Writt
 
 
 def sites_of(
-    plans: Sequence[KernelPlan], states: Sequence[DelayedScaling | None]
+    group: Group,
+    plans: Sequence[KernelPlan],
+    states: Sequence[DelayedScaling | None],
 ) -> list[GroupSite]:
-    """Returns the sites of plans with their states."""
+    """Returns the sites of a group with their plans and states."""
     scales: list[tuple[Scale, ...]] = [()] * len(plans)
     for joint in _joint_states(plans, states):
         for i, of_site in joint.scales():
             scales[i] = of_site
-    products = map(Products.of, plans)
-    return [GroupSite(*each) for each in zip(products, scales, strict=True)]
+    products, gradients = map(Products.of, plans), (x.gradient for x in group.members)
+    each = zip(products, scales, gradients, strict=True)
+    return [GroupSite(*own) for own in each]
 
 
 type _Amaxes = tuple[Array | None, Array | None, Array | None]

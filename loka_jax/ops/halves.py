@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array
 
-from loka_jax.group import Cross, Dense, Group, Member
+from loka_jax.group import Cross, Dense, Group
 from loka_jax.normed import Epilogue
 from loka_jax.ops.group_sites import LayerArrays
 from loka_jax.ops.plan import KernelPlan, resolve
@@ -95,11 +95,12 @@ def _layer(
     assert layer.member is not None
     spec = dataclasses.replace(layer.member.spec, n=layer.member.spec.n // 2)
     if half == layer.half:
-        member = Member(layer.member.path, spec)
+        member = layer.member._replace(spec=spec)
         return dataclasses.replace(
             layer, reads=reads, member=member, residual=before, half=None
         )
-    member = Member(layer.member.path, dataclasses.replace(spec, activation="none"))
+    spec = dataclasses.replace(spec, activation="none")
+    member = layer.member._replace(spec=spec)
     return Dense(reads=reads, member=member, norm=Epilogue("none"))
 
 

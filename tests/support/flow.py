@@ -1,5 +1,7 @@
 """Models as others write them, call by call, with patterns of public ones."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import linen
 
@@ -10,10 +12,12 @@ from tests.support.nn import rounded
 class Wide(linen.Module):
     """Layers wide enough to run as a group, and a head."""
 
+    dtype: Any = None
+
     @linen.compact
     def __call__(self, x):
         for n in (1024, 256):
-            x = linen.relu(linen.Dense(n)(x))
+            x = linen.relu(linen.Dense(n, dtype=self.dtype)(x))
         return linen.Dense(1, name="head")(x)
 
 

@@ -13,6 +13,7 @@ from loka_jax.nn import OVERWRITE_WITH_GRADIENT as STATES
 from loka_jax.nn import group as groups
 from loka_jax.nn.follow import following
 from loka_jax.nn.program import Origin, read_program
+from loka_jax.site import Choice
 from tests.support import stand_ins
 from tests.support.flow import (
     MODELS,
@@ -308,6 +309,19 @@ def test_wide_layers_run_as_a_group_by_default_with_their_head_apart():
         "Dense_1": f"group {DELAYED}/bf16/{DELAYED}",
         "head": f"xla {DELAYED}",
     }
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "bf16"), ("float32", "f32")])
+def test_a_group_writes_gradients_of_weights_as_the_model_does(dtype, name):
+    plan = tuple((f"Dense_{i}", Choice.parse("group bf16")) for i in range(2))
+    model = nn.Planned(nn.convert(Wide(dtype)), plan)
+    variables = initialized(model, X)
+    assert listed(model, X)["Dense_0"].in_group
+    gradient = jax.grad(functools.partial(loss, model))
+    assert gradient(variables, X)["params"]["Dense_1"]["kernel"].dtype == jnp.float32
+    # The compiler may keep more bits than it is asked for.
+    text = str(jax.make_jaxpr(gradient)(variables, X))
+    assert f"{name}[1024,256] = dot_general" in text
 
 
 def function(parameters, x):
