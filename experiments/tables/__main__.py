@@ -59,8 +59,8 @@ def _own_commits(data: dict) -> Iterator[str]:
     for name in ("runs", "models"):
         cases = data.get(name, ())
         for case in cases.values() if isinstance(cases, dict) else cases:
-            if isinstance(case, dict) and "measured_at" in case:
-                yield case["measured_at"]
+            if isinstance(case, dict):
+                yield from case.get("commits", {}).values()
 
 
 def _commit(name: str) -> str:
