@@ -48,7 +48,7 @@ def head(benchmark: str, arguments: Any) -> dict[str, Any]:
 
 def command() -> str:
     """Returns the command line of this process."""
-    return shlex.join(["python", *sys.argv])
+    return shlex.join(["python", *sys.orig_argv[1:]])  # with -m, if it was so begun
 
 
 def in_time[T](
