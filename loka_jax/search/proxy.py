@@ -25,8 +25,8 @@ from loka_jax.search.history import Case, Trial
 LEAST_GAIN = 0.01  # of which a search expects less before it stops
 LEAST_TRIALS = 10  # that it takes, whatever they say
 _SURE = ((0.5, True), (2.0, False))  # shares of memory, and whether they fit
-_EXPLORE_AFTER = 2  # trials with a speed: the next is where least is known
-_LEAST_POINTS = 8  # by which the process itself is fitted
+_EXPLORE_AFTER = 5  # trials with a speed: the next is where least is known
+_LEAST_POINTS = 12  # by which the process itself is fitted: of fewer it is too sure
 _RIDGE = 1.0
 
 
