@@ -126,7 +126,8 @@ def adopt(
         batches: at least 3, each a tree of arrays, placed as the training step's are.
         seconds: the budget, which checks and times of kernels keep to. The gradients
             are compiled beside: for errors, for scales and, if time is left, to be
-            timed as a whole.
+            timed as a whole. With 0 nothing is measured: sites keep the recipes that
+            they have, and their scales are set.
         plan: a file of `Adopted.save`, whose plan is followed; nothing is measured.
         say: takes each sentence, and the table.
 
@@ -147,6 +148,10 @@ def adopt(
         followed = _read(pathlib.Path(plan), sites)
         sentence = f"The plan of {plan} is followed."
         return _adopted(of_loss, followed, batches, sites, sentence)
+    if not seconds:
+        sentence = "With 0 seconds sites keep their recipes; their scales are set."
+        say(sentence)
+        return _adopted(of_loss, DispatchPlan(), batches, sites, sentence)
     performance, notes = local_performance()
     if performance is None:
         make_plan = functools.partial(plans.make_plan, limits=limits)

@@ -203,10 +203,8 @@ class NnxLoss:
             return _scalar(self.loss(nnx.merge(graph, scales, rest), batch))
 
         scales = _after_all(told, scales, rest, batches)
-        choices = {
-            path: choice.with_initialized_scales() for path, choice in choices.items()
-        }
-        return with_choices(nnx.merge(graph, scales, rest), choices), None
+        model = nnx.merge(graph, scales, rest)
+        return with_choices(model, choices, scales_initialized=True), None
 
     def step(self, planned: tuple[Any, Any], batch: Any) -> Callable[[], Any]:
         """Returns a call of the compiled gradients of what `planned` returned."""

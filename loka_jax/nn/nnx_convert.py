@@ -53,13 +53,18 @@ _ONCE = "call the model once before, outside of jit and grad."
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """How the model of a class is converted, with choices of sites by path."""
+    """How the model of a class is converted, with choices of sites by path.
+
+    Attributes:
+        scales_initialized: all delayed scales are set.
+    """
 
     written: type
     recipe: str | Recipe | None
     only: tuple[str, ...]
     skip: tuple[str, ...]
     choices: tuple[tuple[str, Choice], ...] = ()
+    scales_initialized: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +104,21 @@ def convert_nnx(
     return model
 
 
-def with_choices(model: Any, choices: Mapping[str, Choice]) -> Any:
-    """Returns a copy of a converted model whose sites have choices, by path."""
+def with_choices(
+    model: Any, choices: Mapping[str, Choice], *, scales_initialized: bool = False
+) -> Any:
+    """Returns a copy of a converted model whose sites have choices, by path.
+
+    Args:
+        scales_initialized: all its delayed scales are set.
+    """
     model = nnx.clone(model)
     before = _place(model).conversions
-    first = dataclasses.replace(before[0], choices=tuple(choices.items()))
+    first = dataclasses.replace(
+        before[0],
+        choices=tuple(choices.items()),
+        scales_initialized=scales_initialized,
+    )
     for _, module in _modules(model, before):
         conversions = first, *before[1:]
         module.nn_place = dataclasses.replace(_place(module), conversions=conversions)
@@ -245,8 +260,10 @@ def _run(model: Any, method: Any, args: tuple, kwargs: dict) -> tuple[Any, Made]
     ]
     rules, made = Rules(place.conversions), Made({}, {})
     own = functools.partial(_at, origins), rules, site_variables(model), made
-    choices = {**dict(place.conversions[0].choices), **current().choices}
-    with site_context(choices=choices):
+    first = place.conversions[0]
+    choices = {**dict(first.choices), **current().choices}
+    initialized = first.scales_initialized or current().scales_initialized
+    with site_context(choices=choices, scales_initialized=initialized):
         out, new = run_traced(call, arrays, *own)
     if method.__name__ == "__call__" and not place.path:
         rules.check_patterns(nnx.to_pure_dict(nnx.state(model, nnx.Param)))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen
+from flax import linen, nnx
 
 from loka_jax import nn
 from loka_jax.dispatch import adopt as adopt_lib
@@ -81,6 +81,46 @@ def test_a_model_leaves_in_fp8_with_its_scales_set(ranker):
     updates, _ = optimizer.update(gradients(variables, BATCHES[0])[0], state, variables)
     after = optax.apply_updates(variables, updates)
     assert np.isfinite(loss(model, after, BATCHES[0])[0])
+
+
+def initialized(sites):
+    return {x.path for x in sites if x.plan.choice.recipe.scales_initialized}
+
+
+def test_with_no_seconds_recipes_stay_and_scales_are_set():
+    model = nn.convert(Ranker(), recipe="fp8_tensorwise_delayed", skip="head")
+    variables = jax.jit(model.init)(jax.random.key(0), BATCHES[0][0])
+    adopted = adopt(model, variables, loss, BATCHES, seconds=0, say=lambda text: None)
+    assert not adopted.plan.choices and "keep their recipes" in adopted.sentence
+    tables = jax.tree.leaves(adopted.variables[nn.OVERWRITE_WITH_GRADIENT])
+    assert all(np.all(DelayedScaling(table).factors > 0) for table in tables)
+    of_loss = functools.partial(loss, adopted.model)
+    sites = nn.sites_of(of_loss, adopted.variables, BATCHES[0])
+    assert initialized(sites) == {"Dense_0", "Dense_1"}
+
+
+def test_of_an_nnx_model_too():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = (
+                nnx.Linear(32, 64, rngs=rngs),
+                nnx.Linear(64, 32, rngs=rngs),
+            )
+
+        def __call__(self, x):
+            return self.down(nnx.relu(self.up(x)))[:, 0]
+
+    def of_nnx(model, batch):
+        return jnp.mean((model(batch[0]) - batch[1]) ** 2)
+
+    model = nn.convert(
+        Model(nnx.Rngs(0)), BATCHES[0][0], recipe="fp8_tensorwise_delayed"
+    )
+    adopted = adopt(model, None, of_nnx, BATCHES, seconds=0, say=lambda text: None)
+    sites = nn.list_sites(adopted.model, BATCHES[0][0])
+    assert initialized(sites) == {"up", "down"}
+    tables = jax.tree.leaves(nnx.state(adopted.model, nn.Fp8State))
+    assert all(np.all(DelayedScaling(table).factors > 0) for table in tables)
 
 
 def test_a_plan_is_a_file_of_a_model_and_its_device(ranker, tmp_path):
