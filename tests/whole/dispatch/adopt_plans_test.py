@@ -90,7 +90,7 @@ def initialized(sites):
 def test_with_no_seconds_recipes_stay_and_scales_are_set():
     model = nn.convert(Ranker(), recipe="fp8_tensorwise_delayed", skip="head")
     variables = jax.jit(model.init)(jax.random.key(0), BATCHES[0][0])
-    adopted = adopt(model, variables, loss, BATCHES, seconds=0, say=lambda text: None)
+    adopted = adopt(model, variables, loss, BATCHES, seconds=0.0, say=lambda text: None)
     assert not adopted.plan.choices and "keep their recipes" in adopted.sentence
     tables = jax.tree.leaves(adopted.variables[nn.OVERWRITE_WITH_GRADIENT])
     assert all(np.all(DelayedScaling(table).factors > 0) for table in tables)
@@ -116,7 +116,7 @@ def test_of_an_nnx_model_too():
     model = nn.convert(
         Model(nnx.Rngs(0)), BATCHES[0][0], recipe="fp8_tensorwise_delayed"
     )
-    adopted = adopt(model, None, of_nnx, BATCHES, seconds=0, say=lambda text: None)
+    adopted = adopt(model, None, of_nnx, BATCHES, seconds=0.0, say=lambda text: None)
     sites = nn.list_sites(adopted.model, BATCHES[0][0])
     assert initialized(sites) == {"up", "down"}
     tables = jax.tree.leaves(nnx.state(adopted.model, nn.Fp8State))
