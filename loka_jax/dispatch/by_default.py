@@ -61,7 +61,7 @@ def chosen_by(
     for path, decision in training.items():
         own = _chosen(decision, inference[path])
         if own.choice == BF16 and path not in in_float32:
-            own = own._replace(choice=None)
+            own = own._replace(choice=None)  # which is the product as written
         elif own.choice == BF16 and roofline is not None:
             if gain_of_bf16_us(specs[path], roofline) <= 0:
                 reason = "casts would cost more than bfloat16 saves: so it was written"
