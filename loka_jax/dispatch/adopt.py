@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from rich.console import Console
 
 from loka_jax import jsonfile
@@ -46,6 +47,7 @@ from loka_jax.dispatch.review import LEAST_STEPS, live_intervals
 from loka_jax.dispatch.table import RoleErrors
 from loka_jax.measure.timing import time_chains
 from loka_jax.nn import Site
+from loka_jax.scaling import DelayedScaling
 from loka_jax.site import BF16
 
 _LEAST_GAIN = 1.02  # of a step by the plan, below which it stays in bfloat16
@@ -132,7 +134,8 @@ def adopt(
         say: takes each sentence, and the table.
 
     Raises:
-        ValueError: for fewer batches; for a file that is no plan, or one of another
+        ValueError: for fewer batches; for sites whose delayed scales are not set and
+            that the loss does not run; for a file that is no plan, or one of another
             model, other rows, or another device.
     """
     if len(batches) < LEAST_STEPS:
@@ -143,6 +146,7 @@ def adopt(
     of_loss = loss_of(model, variables, loss)
     share = 1 / _devices(batches[0])  # of the rows that one device has
     sites = of_loss.sites(batches[0])
+    _check_all_run(of_loss, sites)
     sites = [site if site.is_local else with_rows(site, share) for site in sites]
     if plan is not None:
         followed = _read(pathlib.Path(plan), sites)
@@ -306,6 +310,27 @@ def _adopted(
 ) -> Adopted:
     model, variables = of_loss.planned(dict(plan.choices), batches)
     return Adopted(model, variables, plan, sentence, _identity(sites))
+
+
+def _check_all_run(of_loss: ModelLoss, sites: Sequence[Site]) -> None:
+    """Refuses delayed scales that no batch would set: their sites would return zeros.
+
+    Raises:
+        ValueError: naming the sites.
+    """
+    run = {site.path for site in sites}
+    others = {path: x for path, x in of_loss.tables.items() if path not in run}
+    unset = [
+        path
+        for path, table in others.items()
+        if not jnp.all(jnp.any(DelayedScaling(table).factors > 0, axis=-1))
+    ]
+    if unset:
+        names = ", ".join(sorted(unset))
+        raise ValueError(
+            f"the loss does not run the sites {names}, whose delayed scales would stay "
+            "unset: run them in the loss, or leave them out of the conversion by `skip`."
+        )
 
 
 def _identity(sites: Sequence[Site]) -> Identity:

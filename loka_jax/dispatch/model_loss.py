@@ -21,6 +21,7 @@ from loka_jax import nn
 from loka_jax.measure.compiling import untuned_here
 from loka_jax.nn.observed import is_of_site
 from loka_jax.nn.overwriting import next_table
+from loka_jax.nn.scale_state import tables_by_path
 from loka_jax.probe import live_errors
 from loka_jax.probe.live_errors import LiveErrors
 from loka_jax.probe.site import ErrorsAlone
@@ -40,6 +41,11 @@ class LinenLoss:
     model: Any
     variables: Any
     loss: Callable[[Any, Any, Any], Any]
+
+    @property
+    def tables(self) -> dict[str, Array]:
+        """The delayed scales among the variables, by the paths of their sites."""
+        return tables_by_path(self.variables.get(nn.OVERWRITE_WITH_GRADIENT, {}))
 
     def sites(self, batch: Any) -> tuple[nn.Site, ...]:
         """Returns the sites that the loss runs, in calling order."""
@@ -151,6 +157,17 @@ class NnxLoss:
 
     model: Any
     loss: Callable[[Any, Any], Any]
+
+    @property
+    def tables(self) -> dict[str, Array]:
+        """The delayed scales in the model, by the paths of their sites."""
+        from loka_jax.nn.nnx_convert import site_variables
+
+        return {
+            "/".join(path): table
+            for (collection, path, _), table in site_variables(self.model).items()
+            if collection == nn.OVERWRITE_WITH_GRADIENT
+        }
 
     def sites(self, batch: Any) -> tuple[nn.Site, ...]:
         """Returns the sites that the loss runs, in calling order."""

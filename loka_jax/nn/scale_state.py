@@ -164,6 +164,16 @@ def _warn_backward(_, gradient):
 _warn_if_frozen.defvjp(_warn_forward, _warn_backward, symbolic_zeros=True)
 
 
+def tables_by_path(collection: Any) -> dict[str, Array]:
+    """Returns the tables of delayed scales in a collection, by the paths of sites."""
+    leaves = jax.tree_util.tree_leaves_with_path(collection)
+    return {
+        "/".join(_name(key) for key in path[:-1]): table
+        for path, table in leaves
+        if _name(path[-1]) == SCALES
+    }
+
+
 def check_scales(variables: Any) -> None:
     """Checks the delayed scales among the variables of models, outside of jit.
 

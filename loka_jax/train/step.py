@@ -27,7 +27,7 @@ from loka_jax import scaling
 from loka_jax.data import Batch
 from loka_jax.measure.compiling import Ahead
 from loka_jax.nn import PROBE, Model, Planned, probing
-from loka_jax.nn.scale_state import SCALES
+from loka_jax.nn.scale_state import tables_by_path
 from loka_jax.ops.mesh_axes import merging_over_devices
 from loka_jax.ops.tables import Tables
 from loka_jax.ops.tap import Observer
@@ -227,12 +227,8 @@ def _unobserved(state: TrainState) -> TrainState:
 
 def named_sites(state: TrainState) -> dict[str, scaling.DelayedScaling]:
     """Returns the delayed-scaling states of a model by the paths of their sites."""
-    tables = jax.tree_util.tree_leaves_with_path(state.fp8)
-    return {
-        "/".join(str(key.key) for key in path[:-1]): scaling.DelayedScaling(table)
-        for path, table in tables
-        if path[-1].key == SCALES
-    }
+    tables = tables_by_path(state.fp8)
+    return {path: scaling.DelayedScaling(table) for path, table in tables.items()}
 
 
 def scales_initialized(state: TrainState) -> bool:

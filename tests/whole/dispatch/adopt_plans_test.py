@@ -99,28 +99,54 @@ def test_with_no_seconds_recipes_stay_and_scales_are_set():
     assert initialized(sites) == {"Dense_0", "Dense_1"}
 
 
-def test_of_an_nnx_model_too():
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.up, self.down = (
-                nnx.Linear(32, 64, rngs=rngs),
-                nnx.Linear(64, 32, rngs=rngs),
-            )
+class TwoParts(nnx.Module):
+    """Of which a loss may run the first alone."""
 
-        def __call__(self, x):
-            return self.down(nnx.relu(self.up(x)))[:, 0]
+    def __init__(self, rngs):
+        self.up = nnx.Linear(32, 64, rngs=rngs)
+        self.down = nnx.Linear(64, 32, rngs=rngs)
 
-    def of_nnx(model, batch):
-        return jnp.mean((model(batch[0]) - batch[1]) ** 2)
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
 
-    model = nn.convert(
-        Model(nnx.Rngs(0)), BATCHES[0][0], recipe="fp8_tensorwise_delayed"
-    )
-    adopted = adopt(model, None, of_nnx, BATCHES, seconds=0.0, say=lambda text: None)
-    sites = nn.list_sites(adopted.model, BATCHES[0][0])
-    assert initialized(sites) == {"up", "down"}
+
+def test_with_no_seconds_an_nnx_model_keeps_its_recipes_too():
+    def of_both(model, batch):
+        return jnp.mean((model(batch[0])[:, 0] - batch[1]) ** 2)
+
+    rows, recipe = BATCHES[0][0], "fp8_tensorwise_delayed"
+    model = nn.convert(TwoParts(nnx.Rngs(0)), rows, recipe=recipe)
+    how = dict(seconds=0.0, say=lambda text: None)
+    adopted = adopt(model, None, of_both, BATCHES, **how)
+    assert initialized(nn.list_sites(adopted.model, rows)) == {"up", "down"}
     tables = jax.tree.leaves(nnx.state(adopted.model, nn.Fp8State))
     assert all(np.all(DelayedScaling(table).factors > 0) for table in tables)
+
+    # Scales that no batch would set make zeros of what their site returns.
+    def of_first(model, batch):
+        return jnp.mean((model.up(batch[0])[:, 0] - batch[1]) ** 2)
+
+    with pytest.raises(ValueError, match="does not run the sites down, .*`skip`"):
+        adopt(model, None, of_first, BATCHES, **how)
+    assert adopt(adopted.model, None, of_first, BATCHES, **how)  # they are set
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_delayed_scales_that_the_loss_does_not_set_are_refused(seconds):
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x, whole=True):
+            x = linen.Dense(32, name="first")(x)
+            return linen.Dense(16, name="second")(x) if whole else x
+
+    def of_first(model, variables, batch):
+        z = model.apply(variables, batch[0], whole=False)[:, 0]
+        return jnp.mean((z - batch[1]) ** 2)
+
+    model = nn.convert(Model(), recipe="fp8_tensorwise_delayed")
+    variables = jax.jit(model.init)(jax.random.key(0), BATCHES[0][0])
+    with pytest.raises(ValueError, match="does not run the sites second, .*`skip`"):
+        adopt(model, variables, of_first, BATCHES, seconds=seconds)
 
 
 def test_a_plan_is_a_file_of_a_model_and_its_device(ranker, tmp_path):
