@@ -12,7 +12,8 @@ the device's limits allow:
               rows reads, it reads twice)
     cross     each pass reads x0 and the products of all layers so far, and writes the
               forms of the next operand; the last one makes dx0
-    weights   are read in float32 and written in each form, and so is their gradient
+    weights   are read in float32 and written in each form; their gradient counts as
+              float32, which it is where the model does not cast its weights
 
 The factors on flops are fitted on the stacks of `wide_stack_h200.json`: 9 % off at
 three stacks of 1,024 to 7,680 features in the root mean square, 19 % at worst. That on

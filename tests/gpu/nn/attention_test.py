@@ -12,7 +12,9 @@ from tests.support.nn import rounded
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("rows, keys, columns", [(196, 196, 64), (130, 334, 128)])
+@pytest.mark.parametrize(
+    "rows, keys, columns", [(196, 196, 64), (130, 334, 128), (100, 96, 64)]
+)
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_values_and_gradients_are_near_those_in_float32(rows, keys, columns, is_masked):
     q, k, v = (
