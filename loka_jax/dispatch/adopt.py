@@ -329,7 +329,7 @@ def _check_all_run(of_loss: ModelLoss, sites: Sequence[Site]) -> None:
         names = ", ".join(sorted(unset))
         raise ValueError(
             f"the loss does not run the sites {names}, whose delayed scales would stay "
-            "unset: run them in the loss, or leave them out of the conversion by `skip`."
+            "unset: run them in the loss, or convert without them, by `skip`."
         )
 
 
