@@ -88,7 +88,7 @@ class Search:
             if chosen is None:
                 return
             case = self.cases[chosen]
-            outcome = run(self.points[chosen].config)
+            outcome = run(trial.paced(self.points[chosen].config, case.step_us))
             told = vars(case) | vars(outcome)
             if any(trial.is_ok for trial in trials):
                 told["expected"] = math.exp(judged.speed[chosen])

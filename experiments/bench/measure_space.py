@@ -11,6 +11,7 @@ too. `replay_search.py` reads the file.
 
 import concurrent.futures
 import itertools
+import os
 import pathlib
 import random
 import sys
@@ -28,8 +29,10 @@ from loka_jax.options import Parser
 from loka_jax.search.history import History, Trial
 from loka_jax.search.predicted import Predictor
 from loka_jax.search.space import Point, axes_of, points_of, with_mesh
-from loka_jax.search.trial import measured
+from loka_jax.search.trial import measured, paced
 from loka_jax.train.folder.record import versions
+
+_GPU = "CUDA_VISIBLE_DEVICES"
 
 
 def measure(
@@ -47,11 +50,14 @@ def measure(
         environments: variables, and the folder of its turns, of each process at a time.
     """
     left = iter(list(groups))
+    shares = _shares([x.get(_GPU, "") for x, _ in environments])
 
     def work(environment: dict[str, str], turns: str) -> None:
+        os.sched_setaffinity(0, shares[environment.get(_GPU, "")])  # children have it
         while time.monotonic() < end and (group := next(left, None)):
             cases = [predict(point) for point in group]
-            configs = [point.config for point in group]
+            pairs = zip(group, cases, strict=True)
+            configs = [paced(point.config, case.step_us) for point, case in pairs]
             how = seconds, len(group), environment, turns
             outcomes = measured(configs, *how)
             for case, outcome in zip(cases, outcomes, strict=False):
@@ -65,6 +71,13 @@ def measure(
     with concurrent.futures.ThreadPoolExecutor(len(environments)) as pool:
         for job in [pool.submit(work, *own) for own in environments]:
             job.result()
+
+
+def _shares(gpus: list[str]) -> dict[str, set[int]]:
+    """Returns cores for each GPU's processes, which others do not disturb then."""
+    cores, gpus = sorted(os.sched_getaffinity(0)), list(dict.fromkeys(gpus))
+    each = max(len(cores) // len(gpus), 1)
+    return {x: set(cores[i * each :][:each]) or set(cores) for i, x in enumerate(gpus)}
 
 
 def measure_line(arguments: list[str]) -> int:
@@ -91,7 +104,7 @@ def measure_line(arguments: list[str]) -> int:
     left = [point for point in points if point.choices not in tried]
     random.Random(0).shuffle(left)
     print(f"{len(points)} points, {len(left)} left; refused: {refused}", flush=True)
-    visible = [{"CUDA_VISIBLE_DEVICES": str(i)} for i in range(own.gpus or 0)] or [{}]
+    visible = [{_GPU: str(i)} for i in range(own.gpus or 0)] or [{}]
     shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if own.jobs > 1 else {}
     turns = [Turns() for _ in visible] if own.jobs > 1 else []
     folders = [x.folder for x in turns] or [""] * len(visible)

@@ -41,9 +41,14 @@ class Case:
         return tuple(sorted(self.choices.items()))
 
     @property
+    def step_us(self) -> float:
+        """The predicted microseconds of a step."""
+        return sum(self.us.values())
+
+    @property
     def predicted(self) -> float:
         """The predicted examples per second."""
-        return 1e6 * self.batch_size / sum(self.us.values())
+        return 1e6 * self.batch_size / self.step_us
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.watch.host_state import Progress
 
 PROGRAM = (sys.executable, "-m", "loka_jax.search.trial")
-_LOG_EVERY = 64  # steps: as train.py by default
+_LINE_US, _LEAST_STEPS = 500e3, 8  # of a line of a slow configuration
 _LEAST_RATES, _LEAST_SECONDS, _MOST_RATES = 5, 2.0, 100
 _WARM = 2  # lines: batches were made ahead of the first, the second waited for a turn
 _STEPS, _NEVER = 1_000_000, 2**31 - 1
@@ -98,11 +98,26 @@ def as_trial(config: Config) -> Config:
         eval_every=_NEVER,
         save_every=_NEVER,
         on_divergence="stop",
-        log_every=_LOG_EVERY,
     )
     probe = dataclasses.replace(config.probe, every=0)
     optim = dataclasses.replace(config.optim, plateau_patience=None)
     return dataclasses.replace(config, loop=loop, probe=probe, optim=optim)
+
+
+def paced(config: Config, step_us: float) -> Config:
+    """Returns a configuration whose log lines a trial can wait for.
+
+    Lines are those of the user, or of fewer steps where they would take long: of slow
+    steps a few are as exact, and what a line costs is little beside them.
+
+    Args:
+        step_us: predicted microseconds of a step.
+    """
+    loop, few = config.loop, max(_LEAST_STEPS, config.loop.steps_per_call)
+    while few < loop.log_every and 2 * few * step_us <= _LINE_US:
+        few *= 2
+    loop = dataclasses.replace(loop, log_every=min(few, loop.log_every))
+    return dataclasses.replace(config, loop=loop)
 
 
 def rates_of(config: Config, turns: str = "") -> list[float]:

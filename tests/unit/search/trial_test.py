@@ -5,6 +5,7 @@ import sys
 import jax
 import pytest
 
+from loka_jax.fitting import changed
 from loka_jax.search import trial
 from loka_jax.train.folder.config_file import from_json
 from tests.support.configs import tiny
@@ -83,6 +84,17 @@ def test_lines_suffice_by_number_and_time():
     assert len(lines.rates) == 1 + 9  # 2 seconds from the second to the last
     with pytest.raises(trial._Enough):  # at the end of the data
         trial._Lines(lambda: None).log({"kind": "eval", "seconds": 1.0})
+
+
+def test_slow_steps_have_short_lines():
+    config = tiny("fp8_dlrm")
+    assert config.loop.log_every == 64
+    every = [trial.paced(config, us).loop.log_every for us in (900, 9e3, 30e3, 900e3)]
+    assert every == [64, 32, 16, 8]
+    calls = changed(config, {"loop.steps-per-call": 16})
+    assert trial.paced(calls, 900e3).loop.log_every == 16
+    users = changed(config, {"loop.log-every": 4})
+    assert trial.paced(users, 900e3) == users
 
 
 def test_a_trial_does_nothing_but_train():

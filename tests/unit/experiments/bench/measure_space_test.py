@@ -42,11 +42,13 @@ def test_a_space_grows_until_all_points_are_in_it(tmp_path, monkeypatch):
 
 
 def test_processes_of_a_gpu_share_their_turns(tmp_path, monkeypatch):
-    asked = []
+    asked, cores = [], {}
+    every = os.sched_getaffinity(0)
 
     def measured(configs, seconds, together, environment, turns):
         for _ in configs:
             own = environment["CUDA_VISIBLE_DEVICES"], turns, os.path.isdir(turns)
+            cores.setdefault(own[0], os.sched_getaffinity(0))
             asked.append((*own, environment["XLA_PYTHON_CLIENT_PREALLOCATE"]))
             yield Outcome(status="ok", rates=(100.0,))
 
@@ -58,3 +60,6 @@ def test_processes_of_a_gpu_share_their_turns(tmp_path, monkeypatch):
     folders = {(gpu, folder) for gpu, folder, *_ in asked}
     assert len(asked) == 8 and len(folders) == len({x for _, x in folders}) <= 2
     assert {rest for *_, rest in asked} == {"false"} and all(x for _, _, x, _ in asked)
+    assert os.sched_getaffinity(0) == every
+    if len(every) > 1 and len(cores) > 1:
+        assert not set.intersection(*cores.values())
