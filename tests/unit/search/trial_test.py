@@ -87,8 +87,7 @@ def test_lines_suffice_by_number_and_time():
 
 
 def test_slow_steps_have_short_lines():
-    config = tiny("fp8_dlrm")
-    assert config.loop.log_every == 64
+    config = changed(tiny("fp8_dlrm"), {"loop.log-every": 64})
     every = [trial.paced(config, us).loop.log_every for us in (900, 9e3, 30e3, 900e3)]
     assert every == [64, 32, 16, 8]
     calls = changed(config, {"loop.steps-per-call": 16})
