@@ -63,3 +63,18 @@ def test_processes_of_a_gpu_share_their_turns(tmp_path, monkeypatch):
     assert os.sched_getaffinity(0) == every
     if len(every) > 1 and len(cores) > 1:
         assert not set.intersection(*cores.values())
+
+
+@pytest.mark.parametrize(("jobs", "kept"), [("1", 4), ("2", 0)])
+def test_memory_that_others_may_have_taken_is_no_failure(
+    tmp_path, monkeypatch, jobs, kept
+):
+    def measured(configs, *_):
+        for _ in configs:
+            yield Outcome(status="memory", why="RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(measure_space, "measured", measured)
+    out = tmp_path / "space.json"
+    line = ["--config", tiny_config("fp8_dlrm"), "--out", str(out), "--gpus", "1"]
+    assert measure_space.measure_line([*line, "--jobs", jobs]) == 0
+    assert (len(read_trials(out)) if out.exists() else 0) == kept
