@@ -6,7 +6,7 @@
 Options are those of search.py and train.py. The same command goes on where the last one
 ended; `--gpus` deals the points to so many GPUs of a host, one each. A process takes
 `--together` points, and begins none after `--budget-s` seconds. Failures are points,
-too; what finds no memory beside other `--jobs` is left to a command without them.
+too; what fails beside other `--jobs` is left to a command without them.
 `replay_search.py` reads the file.
 """
 
@@ -62,8 +62,8 @@ def measure(
             how = seconds, len(group), environment, turns
             outcomes = measured(configs, *how)
             for case, outcome in zip(cases, outcomes, strict=False):
-                if turns and outcome.status == "memory":  # which others have, too
-                    print(f"{case.choices}  no memory beside others", flush=True)
+                if turns and not outcome.rates:  # others may have had the memory
+                    print(f"{case.choices}  left: {outcome.why}", flush=True)
                     continue
                 trials = history.add(Trial(**(vars(case) | vars(outcome))))
                 speed = f"{outcome.speed:,.0f}" if outcome.rates else outcome.why

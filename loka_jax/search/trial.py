@@ -49,8 +49,8 @@ from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.watch.host_state import Progress
 
 PROGRAM = (sys.executable, "-m", "loka_jax.search.trial")
-_LINE_US, _LEAST_STEPS = 500e3, 8  # of a line of a slow configuration
-_LEAST_RATES, _LEAST_SECONDS, _MOST_RATES = 5, 2.0, 100
+_LINE_US, _LEAST_STEPS = 250e3, 8  # of a line of a slow configuration
+_LEAST_RATES, _LEAST_SECONDS, _MOST_RATES = 5, 1.0, 100
 _WARM = 2  # lines: batches were made ahead of the first, the second waited for a turn
 _STEPS, _NEVER = 1_000_000, 2**31 - 1
 _KEPT_OUTPUT = 2000  # characters of the end of what a process printed

@@ -81,7 +81,7 @@ def test_lines_suffice_by_number_and_time():
         for i in range(100):
             lines.log({"examples_per_second": 10.0 + i, "seconds": i / 4})
     assert begun == [1]
-    assert len(lines.rates) == 1 + 9  # 2 seconds from the second to the last
+    assert len(lines.rates) == 1 + 6  # at least five, for a second
     with pytest.raises(trial._Enough):  # at the end of the data
         trial._Lines(lambda: None).log({"kind": "eval", "seconds": 1.0})
 
@@ -89,7 +89,7 @@ def test_lines_suffice_by_number_and_time():
 def test_slow_steps_have_short_lines():
     config = changed(tiny("fp8_dlrm"), {"loop.log-every": 64})
     every = [trial.paced(config, us).loop.log_every for us in (900, 9e3, 30e3, 900e3)]
-    assert every == [64, 32, 16, 8]
+    assert every == [64, 16, 8, 8]
     calls = changed(config, {"loop.steps-per-call": 16})
     assert trial.paced(calls, 900e3).loop.log_every == 16
     users = changed(config, {"loop.log-every": 4})

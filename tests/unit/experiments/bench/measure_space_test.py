@@ -66,12 +66,13 @@ def test_processes_of_a_gpu_share_their_turns(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("jobs", "kept"), [("1", 4), ("2", 0)])
-def test_memory_that_others_may_have_taken_is_no_failure(
-    tmp_path, monkeypatch, jobs, kept
+@pytest.mark.parametrize("status", ["memory", "crash"])
+def test_what_others_may_have_caused_is_no_failure(
+    tmp_path, monkeypatch, jobs, kept, status
 ):
     def measured(configs, *_):
         for _ in configs:
-            yield Outcome(status="memory", why="RESOURCE_EXHAUSTED")
+            yield Outcome(status=status, why="a GPU without memory")
 
     monkeypatch.setattr(measure_space, "measured", measured)
     out = tmp_path / "space.json"
