@@ -87,12 +87,19 @@ class Batch(NamedTuple):
 
 def ids_of_labels(batch: Batch) -> Int[np.ndarray, "N F"]:
     """Returns the ids of the fields at each label of a batch in host memory."""
-    events = batch.events
-    if events is None:
+    if batch.events is None:
         return np.asarray(batch.ids)
-    samples = np.searchsorted(events.offsets, events.targets, "right") - 1
-    samples = np.minimum(samples, len(batch.ids) - 1)
-    return np.concatenate([batch.ids[samples], events.ids[events.targets]], axis=1)
+    # The part of each device has an offset more than sequences.
+    devices = len(batch.events.offsets) - len(batch.ids)
+    found = []
+    for i in range(devices):
+        part = jax.tree.map(lambda x, i=i: np.split(x, devices)[i], batch)
+        events = part.events
+        samples = np.searchsorted(events.offsets, events.targets, "right") - 1
+        samples = np.minimum(samples, len(part.ids) - 1)
+        of_events = events.ids[events.targets]
+        found.append(np.concatenate([part.ids[samples], of_events], axis=1))
+    return np.concatenate(found)
 
 
 @dataclass(frozen=True, kw_only=True)

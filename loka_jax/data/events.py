@@ -9,9 +9,11 @@ The log is held in memory. E is the number of events, B that of sequences in a b
 """
 
 import copy
+from typing import NamedTuple
 
+import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from loka_jax.data.batch import (
     WHOLE,
@@ -35,6 +37,8 @@ from loka_jax.data.sequences import (
     arrays_of,
     rows_of,
 )
+
+_EQUAL_EVENTS = 2048.0
 
 
 def batch_of(arrays: Arrays) -> Batch:
@@ -62,6 +66,7 @@ class EventDataset(Dataset):
     Attributes:
         left_out: events left out of histories so far, as a batch had no room for them.
         is_stream: examples come in the order of time.
+        devices: on which batches lie, each with a part of them.
     """
 
     def __init__(
@@ -82,7 +87,7 @@ class EventDataset(Dataset):
         """
         self.schema, self.left_out = schema, 0
         self._log, self._split, self._layout = log, split, layout
-        self.is_stream = stream
+        self.is_stream, self.devices = stream, 1
         _check(schema, log, name)
         own = log.split == split
         if layout.is_all:
@@ -92,6 +97,12 @@ class EventDataset(Dataset):
             by = (log.row, log.times) if stream else (log.row,)
             self._anchors = anchors[np.lexsort([key[anchors] for key in by])]
         self.num_examples = len(self._anchors)
+
+    def over(self, devices: int) -> "EventDataset":
+        """Returns the examples for batches that lie on several devices."""
+        result = copy.copy(self)
+        result.devices = devices
+        return result
 
     def window(self, first: int, count: int) -> "EventDataset":
         """Returns the examples from `first` on, in the order of time."""
@@ -110,12 +121,28 @@ class EventDataset(Dataset):
     ) -> Batch:
         """Returns the batch at `position`, in host memory.
 
-        Sequences of padding have no rows. A stream is never shuffled.
+        Sequences of padding have no rows. A stream is never shuffled. Over several
+        devices each array has the part of one device after another: batches of equal
+        shapes, whose offsets and targets count from the first row of the part.
 
         Raises:
             ValueError: if the step is out of range.
         """
-        places = np.asarray(examples_of(self, position, batch_size, part))
+        layout, size = self._layout.over(self.devices), batch_size // self.devices
+        most, *_ = sizes = capacities(layout, size)
+        chosen = self._chosen(position, batch_size, shuffle)
+        dealings = dealt(chosen.stops - chosen.starts, self.devices)
+        parts = [self._fitting(chosen.part(at), most) for at in dealings]
+        # As if the last batch of an epoch were full: it needs no program of its own.
+        need = max(int(one.lengths(layout).sum()) for one in parts)
+        full = need * len(chosen.is_real) // max(int(chosen.is_real.sum()), 1)
+        capacity = min(size for size in sizes if size >= min(full, most))
+        shape = Shape(capacity, size, layout.targets(size, capacity))
+        own = [self._laid_out(parts[i], shape) for i in part.rows(self.devices)]
+        return jax.tree.map(lambda *arrays: np.concatenate(arrays), *own)
+
+    def _chosen(self, position: Position, batch_size: int, shuffle: bool) -> "_Chosen":
+        places = np.asarray(examples_of(self, position, batch_size, WHOLE))
         index = places % self.num_examples
         if shuffle and not self.is_stream:
             key = key_of(position.seed, position.epoch)
@@ -129,12 +156,16 @@ class EventDataset(Dataset):
         else:
             stops = log.before[anchors]
             starts = np.maximum(log.first[anchors], stops - layout.history)
-        counts = np.where(is_real, stops - starts, 0)
+        return _Chosen(anchors, np.where(is_real, starts, stops), stops, is_real)
+
+    def _fitting(self, chosen: "_Chosen", rows: int) -> Sequences:
+        """Returns sequences of at most so many rows, and counts what is left out."""
+        (anchors, starts, stops, is_real), layout = chosen, self._layout
         fixed = np.where(is_real, layout.contexts + (not layout.is_all), 0)
-        most, *_ = sizes = capacities(layout, batch_size)
-        counts, left_out = _shortened(counts, most - int(fixed.sum()), layout)
+        counts = stops - starts
+        counts, left_out = _shortened(counts, rows - int(fixed.sum()), layout)
         self.left_out += left_out
-        sequences = Sequences(
+        return Sequences(
             anchors=anchors,
             starts=stops - counts,
             counts=counts,
@@ -142,19 +173,56 @@ class EventDataset(Dataset):
             candidates=None if layout.is_all else anchors[is_real],
             num_candidates=(is_real & (not layout.is_all)).astype(np.int64),
         )
+
+    def _laid_out(self, sequences: Sequences, shape: Shape) -> Batch:
+        log, layout = self._log, self._layout
         rows = rows_of(sequences, layout)
         is_target = rows.is_last
         if layout.is_all:
             is_own = log.split[rows.event] == self._split
             is_target = rows.is_candidate & is_own
-            is_target &= rows.event >= anchors[rows.sequence]
-        # As if the last batch of an epoch were full: it needs no program of its own.
-        full = len(rows.event) * len(is_real) // max(int(is_real.sum()), 1)
-        capacity = min(size for size in sizes if size >= min(full, most))
-        shape = Shape(capacity, batch_size, layout.targets(batch_size, capacity))
+            is_target &= rows.event >= sequences.anchors[rows.sequence]
         targets = np.flatnonzero(is_target)
         arrays = arrays_of(log, layout, sequences, rows, targets=targets, shape=shape)
         return batch_of(arrays)
+
+
+class _Chosen(NamedTuple):
+    """The events of each sequence of a batch, before it is cut to the rows there are.
+
+    Attributes:
+        anchors: the first event to be predicted.
+        starts: the first event of the history.
+        stops: the end of the history, or of the window.
+        is_real: False of padding, which has no events.
+    """
+
+    anchors: Int[np.ndarray, "B"]
+    starts: Int[np.ndarray, "B"]
+    stops: Int[np.ndarray, "B"]
+    is_real: Bool[np.ndarray, "B"]
+
+    def part(self, at: Int[np.ndarray, "b"]) -> "_Chosen":
+        """Returns the sequences of some numbers."""
+        return _Chosen(*(x[at] for x in self))
+
+
+def dealt(events: Int[np.ndarray, "B"], devices: int) -> Int[np.ndarray, "G b"]:
+    """Returns the sequences of each device: equally many, and about equal work.
+
+    The longest are dealt first, one to each device in turn: the longer, the less work
+    the device has. A sequence of n events is the work n^2 + 2,048 n, as attention takes
+    as long as the products around it at about so many.
+    """
+    if devices == 1:
+        return np.arange(len(events))[None]
+    work = events.astype(np.float64) * (events + _EQUAL_EVENTS)
+    own, load = [], np.zeros(devices)
+    for longest in np.argsort(-work, kind="stable").reshape(-1, devices):
+        turn = np.argsort(np.argsort(load, kind="stable"))
+        own.append(longest[turn])
+        load += work[own[-1]]
+    return np.sort(np.stack(own, axis=1), axis=1)
 
 
 def _windows(log: EventLog, own: np.ndarray, history: int):

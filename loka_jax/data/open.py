@@ -73,6 +73,22 @@ class Splits:
         train, valid, test = generated.spread_over(sharding, *datasets)
         return dataclasses.replace(self, train=train, valid=valid, test=test)
 
+    def divided(self, devices: int) -> "Splits":
+        """Returns the splits for batches of which each device has a part.
+
+        Sequences of an event log are dealt to the devices; other examples have an order
+        that tells their device.
+        """
+        if not isinstance(self.train, EventDataset):
+            return self
+        splits = {"train": self.train, "valid": self.valid, "test": self.test}
+        own = {
+            name: split.over(devices)
+            for name, split in splits.items()
+            if isinstance(split, EventDataset)
+        }
+        return dataclasses.replace(self, **own)
+
     def crossed(self, entries: tuple[str, ...]) -> "Splits":
         """Returns the splits with crosses (`loka_jax.data.crosses`) in their batches.
 

@@ -54,8 +54,8 @@ def read_trained(source: SourceRun, schema: Schema, shards: int = 1) -> Trained:
     config = source.config
     if config.data.is_log and shards > 1:
         raise ValueError(
-            f"{source.workdir} is a run on an event log, whose batches are not "
-            "divided: leave out --mesh.shards."
+            f"{source.workdir} is a run on an event log, whose candidates one device "
+            "scores: leave out --mesh.shards."
         )
     wire = MeshConfig(replicas=1, shards=shards, wire_rows=config.mesh.wire_rows)
     mesh = mesh_of(wire, config.loop.batch_size, 1)

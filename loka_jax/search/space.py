@@ -209,8 +209,8 @@ def _configured(
             config = changed(config, axis.values[choices[axis.name]])
     loop = config.loop
     mesh = mesh_of(config.mesh, loop.batch_size, loop.microbatches)
-    if config.data.is_log and (mesh is not None or loop.microbatches > 1):
-        raise ValueError("batches of an event log are not divided.")
+    if config.data.is_log and loop.microbatches > 1:
+        raise ValueError("batches of an event log have no microbatches.")
     if config.mesh.sync == "weights" and (mesh is None or mesh.shape["replica"] == 1):
         raise ValueError("there is one group of devices, and no weights to average.")
     return config
@@ -218,7 +218,7 @@ def _configured(
 
 def with_mesh(config: Config) -> Config:
     """Returns a configuration that names the mesh which it has by default."""
-    if jax.device_count() == 1 or config.data.is_log:
+    if jax.device_count() == 1:
         return config
     replicas, shards = shape_of(config.mesh)
     return changed(config, {"mesh.replicas": replicas, "mesh.shards": shards})

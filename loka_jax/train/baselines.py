@@ -35,6 +35,7 @@ from scipy.special import expit, logit
 
 from loka_jax.data import Batch, Dataset, Position
 from loka_jax.data.batch import ids_of_labels
+from loka_jax.data.events import EventDataset
 from loka_jax.ops.tables import TableSpec
 
 ROWS = 1 << 18  # training rows that are used, at most
@@ -143,7 +144,9 @@ def logits_of(
 
 def _block_of(dataset: Dataset) -> int:
     """Returns how many examples are read at once."""
-    return _BLOCK if dataset.schema.user is None else _SEQUENCES
+    if isinstance(dataset, EventDataset):
+        return _SEQUENCES * dataset.devices
+    return _BLOCK
 
 
 def _spec(dataset: Dataset) -> TableSpec:

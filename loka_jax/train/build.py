@@ -264,7 +264,7 @@ def build(
     loop = config.loop
     # What needs no data first: these can take long.
     mesh = mesh_of(config.mesh, loop.batch_size, loop.microbatches)
-    _check_log(config, mesh)
+    _check_log(config)
     own = config.optim.loss, config.metrics
     require_functions(*own)
     if saved is None:
@@ -284,6 +284,7 @@ def _open(config: Config, mesh: Mesh | None, base: ShardFolder | None) -> Splits
     """Returns the splits of the data, whose batches lie on the devices of a mesh."""
     splits = open_data(config.data, seed=config.seed, base=base)
     splits = splits.crossed(config.embedding.crosses)
+    splits = splits.divided(1 if mesh is None else mesh.size)
     # CPU devices share the cores that make the examples.
     if mesh is not None and jax.process_count() == 1 and jax.default_backend() == "gpu":
         return splits.over(NamedSharding(mesh, BATCH))
@@ -348,15 +349,15 @@ def _groups(config: Config, placement: Placement) -> int:
     return placement.shape[0] if config.mesh.sync == "weights" else 1
 
 
-def _check_log(config: Config, mesh: Mesh | None) -> None:
+def _check_log(config: Config) -> None:
     """Raises ValueError for what does not go with an event log."""
     if not config.data.is_log:
         return
     loop = config.loop
-    if loop.microbatches > 1 or mesh is not None:
+    if loop.microbatches > 1:
         raise ValueError(
-            "Batches of an event log are not divided: leave out --loop.microbatches, "
-            "--mesh.replicas and --mesh.shards."
+            "Batches of an event log have no microbatches: leave out "
+            "--loop.microbatches, and lower --loop.batch-size."
         )
     if config.data.stream and loop.epochs > 1:
         raise ValueError(

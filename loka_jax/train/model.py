@@ -73,7 +73,7 @@ def model_of(
 
     def inputs(rows: int) -> tuple[Any, ...]:
         if config.data.is_log:
-            layout = layout_of(config.data, schema)
+            layout = layout_of(config.data, schema).over(devices)
             capacity = capacities(layout, rows)[0]
             shape = Shape(capacity, rows, layout.targets(rows, capacity))
             if scores_candidates:

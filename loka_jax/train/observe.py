@@ -29,7 +29,7 @@ def parts_of(run: Run) -> int:
     """Returns the number of parts of a batch of which one is run."""
     loop = run.config.loop
     parts = loop.microbatches * run.placement.size
-    if run.config.data.is_log:  # whose batches are not divided
+    if run.config.data.is_log:  # the part of a device is not divided
         return parts
     return parts * -(-loop.batch_size // (parts * _MAX_EXAMPLES))
 
@@ -45,8 +45,7 @@ def observe_step(run: Run, observer: Observer) -> Callable[[TrainState, Batch], 
     def observed(state: TrainState, batch: Batch) -> Any:
         total_weight = jnp.sum(tasks.labels_and_weights(batch)[1], axis=0)
         if parts > 1:
-            rows = len(batch.labels) // parts
-            batch = jax.tree.map(lambda x: jnp.asarray(x)[:rows], batch)
+            batch = jax.tree.map(lambda x: jnp.asarray(x)[: len(x) // parts], batch)
         return observe(state, batch, total_weight)
 
     return observed

@@ -250,7 +250,7 @@ class MeshPlacement(Placement):
             return exchange.rows_to_send(table, route, codec, **how)
 
         def receive(spec: TableSpec, part: Batch, route: Routed, payload: Array):
-            if part.bags:
+            if part.bags or part.events is not None:
                 rows = exchange.receive_lists(payload, codec, spec.dim)
                 ids = lookup.at_slots(part, route.slots)
                 return lookup.embeddings(spec, rows, ids, dtype_of(model))

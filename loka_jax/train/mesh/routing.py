@@ -263,7 +263,7 @@ class Router:
         placed, routed = self.together(batches)
         followers = self._followers(batches)
         coming = tuple(x.placed for x in followers) or placed
-        spent = self._take_spent(placed)
+        spent = tuple(map(self._take_spent, placed, routed))
         state, before, (later, needs) = program(state, placed, routed, coming, spent)
         self._spent += routed  # later steps may write over them
         for one in self._coming:
@@ -273,15 +273,17 @@ class Router:
             one.routed, one.needs, one.place = later[i], needs, i
         return state, before
 
-    def _take_spent(self, placed: Sequence[Batch]) -> tuple[RoutedBatch, ...]:
-        """Returns as many routed batches that no step needs any more, to write over.
+    def _take_spent(self, placed: Batch, routed: RoutedBatch) -> RoutedBatch:
+        """Returns a routed batch that no step needs any more, to write over.
 
-        They are those of former steps, or `placed`, routed, if these are too few.
+        It is that of a former step, or `placed` routed again, if there is none.
         """
         former = [x for x in self._spent if x.capacity == self.capacity]
-        reused, self._spent = former[: len(placed)], former[len(placed) :]
-        lacking = [_Coming(x, x) for x in placed[len(reused) :]]
-        return *reused, *map(self._route_alone, lacking)
+        self._spent = former[-2 * self._ahead :]
+        for i, one in enumerate(self._spent):
+            if _shapes(one) == _shapes(routed):
+                return self._spent.pop(i)
+        return self._route_alone(_Coming(placed, placed))
 
     def part(self, capacity: Any, batch: Batch) -> tuple[Any, Counts]:
         """Returns the routes of a device's part of a batch, by stack, and its counts.
@@ -313,12 +315,15 @@ class Router:
     def _followers(self, batches: Sequence[Batch]) -> list["_Coming"]:
         """Returns the batches that the steps of `batches` route.
 
-        They are none if the router has not taken batches so far ahead.
+        They are none if the router has not taken batches so far ahead, or if they have
+        other shapes, as those of an event log may: each pair would be a program.
         """
         newest = len(self._coming) - 1 - self._ahead
         if newest < 0 or self._coming[newest].batch is not batches[-1]:
             return []
-        return list(self._coming)[-len(batches) :]
+        found = list(self._coming)[-len(batches) :]
+        alike = _shapes([one.batch for one in found]) == _shapes([*batches])
+        return found if alike else []
 
     def _fits(self, coming: "_Coming") -> bool:
         """Returns whether all lists fit; raises the capacity if they do not."""
@@ -360,6 +365,10 @@ class _Coming:
     def need(self) -> Any:
         """Returns the length of the longest list, by stack, once the program has it."""
         return jax.tree.map(lambda x: np.asarray(x)[self.place], self.needs)
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(np.shape, tree)
 
 
 def _is_routed(x: Any) -> bool:

@@ -100,12 +100,12 @@ def workload_of(
         dense_us: the measured time of a step without its tables; None to estimate it.
 
     Raises:
-        ValueError: for an event log, which several devices do not train on.
+        ValueError: for an event log, whose rows are not predicted.
     """
     if config.data.is_log:
         raise ValueError(
-            f"--config {config.name} trains on an event log, on one device: there is "
-            "nothing to plan."
+            f"--config {config.name} trains on an event log, whose rows the planner "
+            "does not predict: try meshes with --mesh.shards."
         )
     tables, list_sites, *_ = model_of(config, schema)
     state = _state(config, schema, tables)

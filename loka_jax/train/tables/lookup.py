@@ -81,6 +81,8 @@ def places(
     The order is that of `row_gradients`. Padding is ignored: examples of weight 0, and
     values in lists that are missing or have weight 0.
     """
+    if batch.events is not None:
+        return _places_of_events(tables, batch, order)
     single = tables.num_single
     is_example = jnp.asarray(batch.weights)[:, None] > 0
     bad, parts = jnp.zeros((), jnp.int32), []
@@ -104,12 +106,31 @@ def places(
     return Places(*flat), bad
 
 
+def _places_of_events(
+    tables: embedding.TableSpec, batch: Batch, order: Order
+) -> tuple[Places, Int[Array, ""]]:
+    assert batch.events is not None
+    first, ids = batch.ids.shape[1], jnp.asarray(batch.events.ids)
+    parts = [places_of_ids(tables, ids, order, slice(first, None))]
+    bad = jnp.sum((parts[0].v == order.shards) & (ids != -1), dtype=jnp.int32)
+    if first:  # as above
+        samples = places_of_ids(tables, jnp.asarray(batch.ids), order, slice(first))
+        is_sample = jnp.diff(jnp.asarray(batch.events.offsets))[:, None] > 0
+        parts.insert(0, samples.where(is_sample, order.shards))
+    columns = zip(*parts, strict=True)
+    return Places(*(jnp.concatenate([x.ravel() for x in y]) for y in columns)), bad
+
+
 def at_slots(batch: Batch, slots: Int[Array, "N"]) -> BatchIds:
     """Returns what `find` does, with the slots of fetched rows as ids.
 
     Args:
         slots: of the ids, in the order of `places`.
     """
+    if batch.events is not None:
+        samples, events = jnp.split(slots, [batch.ids.size])
+        ids = events.reshape(batch.events.ids.shape)
+        return BatchIds(samples.reshape(batch.ids.shape), (), ids)
     sizes = [batch.ids.size, *(bag.ids.size for bag in batch.bags)]
     first, *others = jnp.split(slots, np.cumsum(sizes)[:-1])
     bags = []

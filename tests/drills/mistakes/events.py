@@ -11,6 +11,13 @@ SEQUENCES = "loka_jax/data/sequences.py"
 
 MISTAKES = [
     Mistake(
+        "the longest sequence is dealt to the device with most work",
+        EVENTS,
+        '        turn = np.argsort(np.argsort(load, kind="stable"))\n',
+        '        turn = np.argsort(np.argsort(-load, kind="stable"))\n',
+        "unit/data/events_test.py",
+    ),
+    Mistake(
         "a history holds the events of the same time",
         EVENTS,
         "            stops = log.before[anchors]\n",

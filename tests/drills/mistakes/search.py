@@ -74,8 +74,8 @@ MISTAKES = [
     Mistake(
         "the host's part of a step does not depend on the steps of a call",
         f"{_SEARCH}/predicted.py",
-        "        waits = self.rates.call_us / steps - sum(us.values())",
-        "        waits = self.rates.call_us - sum(us.values())",
+        "max(host, self.rates.call_us / steps - sum(us.values()))",
+        "max(host, self.rates.call_us - sum(us.values()))",
     ),
     Mistake(
         "the winner is written with the user's own options",

@@ -3,13 +3,14 @@
 import dataclasses
 
 import chex
+import jax
 import numpy as np
 import pytest
 
 from loka_jax.data import DataConfig, Position, Schema, open_data
-from loka_jax.data.batch import ids_of_labels
+from loka_jax.data.batch import Part, ids_of_labels
 from loka_jax.data.capacities import capacities
-from loka_jax.data.events import EventDataset
+from loka_jax.data.events import EventDataset, dealt
 from loka_jax.data.reader import record_dtype_of
 from loka_jax.data.sequences import Layout, make_log
 from tests.support.data import write
@@ -221,6 +222,56 @@ def test_a_batch_is_a_pure_function_of_its_position(layout):
     chex.assert_trees_all_equal(first, data.batch(place, 2, shuffle=True))
     other = data.batch(Position(4, 1, 9), 2, shuffle=True)
     assert not np.array_equal(first.events.ids, other.events.ids)
+
+
+def parts_of(batch, devices):
+    return [
+        jax.tree.map(lambda x, i=i: np.split(x, devices)[i], batch)
+        for i in range(devices)
+    ]
+
+
+@pytest.mark.parametrize("layout", [LAST, ALL])
+def test_devices_have_the_sequences_of_a_batch_and_equally_many(layout):
+    users = np.random.default_rng(1).integers(1, 40, 45)
+    data = dataset(layout._replace(history=64), users=users.tolist())
+    size = 32
+    position, how = Position(0, 1, 3), {"shuffle": True}
+    batch, divided = data.batch(position, size, **how), data.over(4)
+    parts = parts_of(divided.batch(position, size, **how), 4)
+    rows = [int(part.events.offsets[-1]) for part in parts]
+    assert sum(rows) == batch.events.offsets[-1] and max(rows) < 1.3 * min(rows)
+
+    def told(batch):
+        return sorted(tuple(row[1:] for row in rows) for rows in sequences(batch))
+
+    assert sorted(sum(map(told, parts), [])) == told(batch)
+    ids = ids_of_labels(divided.batch(position, size, **how))
+    real = np.concatenate([part.weights > 0 for part in parts])
+    whole_ids = ids_of_labels(batch)[batch.weights > 0]
+    assert sorted(map(tuple, ids[real])) == sorted(map(tuple, whole_ids))
+    # Of two processes with two devices each, each reads the parts of its own.
+    for i in range(2):
+        own = divided.batch(position, size, part=Part(i, 2), **how)
+        chex.assert_trees_all_equal(tuple(parts_of(own, 2)), tuple(parts[2 * i :][:2]))
+
+
+def test_each_device_has_its_share_of_the_most_rows():
+    layout = LAST._replace(history=100, limit=4 * 256)
+    data = dataset(layout, users=[120] * 8, split=1).over(4)
+    batch = data.batch(Position(0, 0, 0), 16, shuffle=True)
+    for part in parts_of(batch, 4):
+        assert part.events.offsets[-1] <= len(part.events.ids) == 256
+    assert data.left_out > 0
+
+
+def test_sequences_are_dealt_by_their_work():
+    events = np.array([900, 10, 10, 10, 500, 400, 10, 10])
+    first, second = dealt(events, 2)
+    assert len(first) == len(second) == 4
+    assert sorted([*first, *second]) == [*range(8)]
+    assert {0, 4, 5} & {*first} == {0}  # against the two next
+    assert dealt(events, 1).tolist() == [[*range(8)]]
 
 
 def test_a_stream_comes_in_the_order_of_time_and_its_windows_follow_each_other():

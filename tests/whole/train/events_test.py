@@ -3,11 +3,13 @@
 import dataclasses
 import pathlib
 
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loka_jax.data import DataConfig
+from loka_jax.data import DataConfig, Position
 from loka_jax.dispatch import table as tables
 from loka_jax.dispatch.attention import IN_BF16, IN_FP8
 from loka_jax.dispatch.header import header_here
@@ -21,7 +23,9 @@ from loka_jax.ops import jagged_attention as ops
 from loka_jax.pallas import jagged_attention as kernels
 from loka_jax.train.build import build
 from loka_jax.train.config import EmbeddingConfig, LoopConfig, RunOptions
+from loka_jax.train.evaluation import quality
 from loka_jax.train.loop_options import DispatchOptions, ProbeOptions
+from loka_jax.train.mesh.devices import MeshConfig
 from loka_jax.xla import jagged_attention as xla
 from tests.support import train as support
 from tests.support.dispatch import LIMIT, errors
@@ -83,6 +87,27 @@ def test_a_stream_that_is_stopped_in_the_middle_goes_on_bit_for_bit(tmp_path):
     assert own == [line for line in numbers(whole) if line["step"] != 4]
     a, b = (np.load(workdir / "scores.npy") for workdir in (whole, parts))
     assert np.array_equal(a, b) and len(a) == LOG.eval_examples
+
+
+def trained(workdir, mesh):
+    """Returns parameters after two steps, and the quality on the validation rows."""
+    data = dataclasses.replace(LOG, row_capacity=None)
+    model = MODEL.clone(recipe="bf16", layer_dropout_rate=0.0)
+    run = build(dataclasses.replace(config(workdir, data=data, model=model), mesh=mesh))
+    state = run.init()
+    with run.prefetched(Position(0, 0, 0), 2) as batches:
+        for _, batch in run.placement.look_ahead(batches):
+            state = run.train_step()(state, batch)
+    return jax.device_get(state.params), quality(run, state, run.splits.valid)
+
+
+def test_devices_that_share_histories_train_as_one_does(tmp_path):
+    one, alone = trained(tmp_path, MeshConfig(replicas=1, shards=1))
+    mesh = MeshConfig(replicas=2, shards=2, wire_rows="f32", wire_gradients="f32")
+    four, shared = trained(tmp_path, mesh)
+    # Sums of float32 in another order, and bfloat16 of what they move over a boundary.
+    chex.assert_trees_all_close(four, one, atol=1e-4)
+    assert shared["logloss"] == pytest.approx(alone["logloss"], rel=1e-4)
 
 
 @pytest.fixture
