@@ -194,7 +194,7 @@ class Router:
         self._coming: collections.deque[_Coming] = collections.deque(
             maxlen=self._ahead + steps_per_call
         )
-        self._spent: list[RoutedBatch] = []
+        self._spent: list[tuple[int | None, RoutedBatch]] = []
         self._tables = tables
         self._implementation: Implementation | None = implementation
         self.sharding = shardings(mesh, BATCH)
@@ -263,9 +263,10 @@ class Router:
         placed, routed = self.together(batches)
         followers = self._followers(batches)
         coming = tuple(x.placed for x in followers) or placed
-        spent = tuple(map(self._take_spent, placed, routed))
+        spent = tuple(map(self._take_spent, placed))
         state, before, (later, needs) = program(state, placed, routed, coming, spent)
-        self._spent += routed  # later steps may write over them
+        # Later steps may write over them.
+        self._spent += zip(map(_rows, placed), routed, strict=True)
         for one in self._coming:
             if any(one.batch is batch for batch in batches):
                 one.routed = None
@@ -273,16 +274,17 @@ class Router:
             one.routed, one.needs, one.place = later[i], needs, i
         return state, before
 
-    def _take_spent(self, placed: Batch, routed: RoutedBatch) -> RoutedBatch:
+    def _take_spent(self, placed: Batch) -> RoutedBatch:
         """Returns a routed batch that no step needs any more, to write over.
 
         It is that of a former step, or `placed` routed again, if there is none.
         """
-        former = [x for x in self._spent if x.capacity == self.capacity]
+        former = [x for x in self._spent if x[1].capacity == self.capacity]
         self._spent = former[-2 * self._ahead :]
-        for i, one in enumerate(self._spent):
-            if _shapes(one) == _shapes(routed):
-                return self._spent.pop(i)
+        for i, (rows, routed) in enumerate(self._spent):
+            if rows == _rows(placed):
+                del self._spent[i]
+                return routed
         return self._route_alone(_Coming(placed, placed))
 
     def part(self, capacity: Any, batch: Batch) -> tuple[Any, Counts]:
@@ -316,13 +318,14 @@ class Router:
         """Returns the batches that the steps of `batches` route.
 
         They are none if the router has not taken batches so far ahead, or if they have
-        other shapes, as those of an event log may: each pair would be a program.
+        other numbers of rows, as those of an event log may: each pair of these would be
+        a program.
         """
         newest = len(self._coming) - 1 - self._ahead
         if newest < 0 or self._coming[newest].batch is not batches[-1]:
             return []
         found = list(self._coming)[-len(batches) :]
-        alike = _shapes([one.batch for one in found]) == _shapes([*batches])
+        alike = [_rows(one.batch) for one in found] == [*map(_rows, batches)]
         return found if alike else []
 
     def _fits(self, coming: "_Coming") -> bool:
@@ -367,8 +370,9 @@ class _Coming:
         return jax.tree.map(lambda x: np.asarray(x)[self.place], self.needs)
 
 
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(np.shape, tree)
+def _rows(batch: Batch) -> int | None:
+    """Returns the rows of a batch of an event log; those of others are all alike."""
+    return None if batch.events is None else len(batch.events.ids)
 
 
 def _is_routed(x: Any) -> bool:

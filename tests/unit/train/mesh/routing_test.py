@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from loka_jax.data import Batch
+from loka_jax.data import Batch, Events
 from loka_jax.ops.exchange import Routed
 from loka_jax.ops.row_average import Remembered
 from loka_jax.ops.tables import TableSpec
@@ -110,6 +110,33 @@ def test_a_step_routes_the_batch_of_three_steps_or_two_calls_later(per_call, ahe
         assert [one.counts.need for one in routed] == [np.max(x.ids) for x in taken]
         later = batches[first + ahead : first + ahead + per_call] or taken
         assert needs_routed(router, taken) == [np.max(x.ids) for x in later]
+
+
+def test_batches_of_other_rows_are_routed_alone_and_written_over_by_their_like():
+    router, alone = router_of()
+    rows = [128, 128, 128, 256, 128, 128, 128, 128]
+    batches = [
+        batch_of(i)._replace(events=Events(*[np.zeros((count, 1))] * 6, None, None))
+        for i, count in enumerate(rows)
+    ]
+    over, routed = [], {}
+
+    def program(state, placed, given, coming, spent):
+        (one,), (old,) = placed, spent
+        over.append((len(one.events.ids), routed.get(id(old))))
+        routed[id(given[0])] = len(one.events.ids)
+        kept.append(given)
+        return state, None, with_needs([routed_of(router.capacity, coming[0])])
+
+    kept = []  # so that no number is given twice
+    for _, batch in router.look_ahead(enumerate(batches)):
+        alone.clear()
+        router.run(program, {}, [batch])
+        number = int(np.max(batch.ids))
+        # The first three, that of other rows, and the one that it would have routed.
+        assert bool(alone) == (number in (0, 1, 2, 3, 6))
+    assert [old for count, old in over if old is not None] == [128] * 6
+    assert all(old in (None, count) for count, old in over)
 
 
 def test_what_was_routed_before_lists_grew_is_routed_again():
