@@ -255,8 +255,7 @@ def _assistments(name: str, categorical: tuple[str, ...], history: int) -> HstuC
             max_length=2 * history,
             age_unit=1.0,  # an age is a number of answers
             dropout_rate=0.1,
-            layer_dropout_rate=0.1,
-            input_dropout_rate=0.2,
+            input_dropout_rate=0.1,
         ),
         data=DataConfig(
             kind="table",
@@ -269,9 +268,9 @@ def _assistments(name: str, categorical: tuple[str, ...], history: int) -> HstuC
         ),
         embedding=dataclasses.replace(small.embedding, dim=64),
         optim=OptimConfig(
-            lr=1e-3,
+            lr=6e-3,
             rows="adam",
-            rows_lr=1e-3,
+            rows_lr=2e-2,
             clip_norm=1.0,
             warmup_steps=64,
             decay="linear",
@@ -279,7 +278,7 @@ def _assistments(name: str, categorical: tuple[str, ...], history: int) -> HstuC
             plateau_patience=10,
             plateau_factor=1.0,
         ),
-        loop=LoopConfig(batch_size=64, epochs=6, log_every=16),
+        loop=LoopConfig(batch_size=64, epochs=10, log_every=16),
     )
 
 
