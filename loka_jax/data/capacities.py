@@ -10,10 +10,14 @@ _STEP = 1.25  # from one capacity to the next: an eighth of the rows is padding
 _MULTIPLE = 128  # of a capacity
 
 
-def capacities(layout: Layout, batch_size: int) -> list[int]:
-    """Returns the numbers of rows that batches have, in falling order."""
-    most = batch_size * layout.longest
-    return ladder(min(most, layout.limit or most))
+def capacities(layout: Layout, sequences: int, devices: int = 1) -> list[int]:
+    """Returns the numbers of rows that batches have, in falling order.
+
+    Args:
+        sequences: of a batch, or of the part of it on each of several devices.
+    """
+    most = sequences * layout.longest
+    return ladder(min(most, (layout.limit or most * devices) // devices))
 
 
 def ladder(most: int) -> list[int]:

@@ -128,8 +128,8 @@ class EventDataset(Dataset):
         Raises:
             ValueError: if the step is out of range.
         """
-        layout, size = self._layout.over(self.devices), batch_size // self.devices
-        most, *_ = sizes = capacities(layout, size)
+        layout, size = self._layout, batch_size // self.devices
+        most, *_ = sizes = capacities(layout, size, self.devices)
         chosen = self._chosen(position, batch_size, shuffle)
         dealings = dealt(chosen.stops - chosen.starts, self.devices)
         parts = [self._fitting(chosen.part(at), most) for at in dealings]

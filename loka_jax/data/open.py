@@ -76,18 +76,10 @@ class Splits:
     def divided(self, devices: int) -> "Splits":
         """Returns the splits for batches of which each device has a part.
 
-        Sequences of an event log are dealt to the devices; other examples have an order
-        that tells their device.
+        Sequences of an event log are dealt to them; others lie in the order of devices.
         """
-        if not isinstance(self.train, EventDataset):
-            return self
-        splits = {"train": self.train, "valid": self.valid, "test": self.test}
-        own = {
-            name: split.over(devices)
-            for name, split in splits.items()
-            if isinstance(split, EventDataset)
-        }
-        return dataclasses.replace(self, **own)
+        logs = [(k, x) for k, x in vars(self).items() if isinstance(x, EventDataset)]
+        return dataclasses.replace(self, **{name: x.over(devices) for name, x in logs})
 
     def crossed(self, entries: tuple[str, ...]) -> "Splits":
         """Returns the splits with crosses (`loka_jax.data.crosses`) in their batches.

@@ -124,10 +124,6 @@ class Layout(NamedTuple):
         """The most rows of a sequence."""
         return self.contexts + self.history * self.rows_of_event + (not self.is_all)
 
-    def over(self, devices: int) -> "Layout":
-        """Returns the layout of the part of a batch on each of several devices."""
-        return self._replace(limit=self.limit and self.limit // devices)
-
     def targets(self, batch_size: int, capacity: int) -> int:
         """Returns the number of labels, with padding, of a batch."""
         return capacity // 2 if self.is_all else batch_size

@@ -73,8 +73,8 @@ def model_of(
 
     def inputs(rows: int) -> tuple[Any, ...]:
         if config.data.is_log:
-            layout = layout_of(config.data, schema).over(devices)
-            capacity = capacities(layout, rows)[0]
+            layout = layout_of(config.data, schema)
+            capacity = capacities(layout, rows, devices)[0]
             shape = Shape(capacity, rows, layout.targets(rows, capacity))
             if scores_candidates:
                 shape = candidate_shape(rows)
