@@ -99,11 +99,7 @@ def places(
         if bag.weights is not None:
             keep = keep & (jnp.asarray(bag.weights)[:, None] != 0)
         parts.append(places.where(keep, order.shards))
-    flat = (
-        jnp.concatenate([x.ravel() for x in column])
-        for column in zip(*parts, strict=True)
-    )
-    return Places(*flat), bad
+    return _flat(parts), bad
 
 
 def _places_of_events(
@@ -117,8 +113,12 @@ def _places_of_events(
         samples = places_of_ids(tables, jnp.asarray(batch.ids), order, slice(first))
         is_sample = jnp.diff(jnp.asarray(batch.events.offsets))[:, None] > 0
         parts.insert(0, samples.where(is_sample, order.shards))
+    return _flat(parts), bad
+
+
+def _flat(parts: list[Places]) -> Places:
     columns = zip(*parts, strict=True)
-    return Places(*(jnp.concatenate([x.ravel() for x in y]) for y in columns)), bad
+    return Places(*(jnp.concatenate([x.ravel() for x in y]) for y in columns))
 
 
 def at_slots(batch: Batch, slots: Int[Array, "N"]) -> BatchIds:
