@@ -6,6 +6,7 @@ histories together, N labels, P fields of a sample, K fields of an event.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -280,3 +281,13 @@ def next_position(position: Position, batches_per_epoch: int) -> Position:
     if step + 1 < batches_per_epoch:
         return Position(epoch, step + 1, seed)
     return Position(epoch + 1, 0, seed)
+
+
+def alike(pairs: Sequence[tuple[Position, Batch]]) -> list[Sequence]:
+    """Returns the batches of a call, apart if they have other shapes.
+
+    Each mix of shapes would be a program to compile: those of an event log may have any
+    of a few capacities.
+    """
+    shapes = {tuple(x.shape for x in jax.tree.leaves(batch)) for _, batch in pairs}
+    return [pairs] if len(shapes) == 1 else [[pair] for pair in pairs]

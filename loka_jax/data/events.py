@@ -39,6 +39,7 @@ from loka_jax.data.sequences import (
 )
 
 _EQUAL_EVENTS = 2048.0
+_SAMPLED = 65_536  # examples, for the rows that one has
 
 
 def batch_of(arrays: Arrays) -> Batch:
@@ -97,6 +98,7 @@ class EventDataset(Dataset):
             by = (log.row, log.times) if stream else (log.row,)
             self._anchors = anchors[np.lexsort([key[anchors] for key in by])]
         self.num_examples = len(self._anchors)
+        self._rows_of_one = self._mean_and_std_of_rows()
 
     def over(self, devices: int) -> "EventDataset":
         """Returns the examples for batches that lie on several devices."""
@@ -129,7 +131,8 @@ class EventDataset(Dataset):
             ValueError: if the step is out of range.
         """
         layout, size = self._layout, batch_size // self.devices
-        most, *_ = sizes = capacities(layout, size, self.devices)
+        of_one = self._rows_of_one
+        most, *_ = sizes = capacities(layout, size, self.devices, of_one)
         chosen = self._chosen(position, batch_size, shuffle)
         dealings = dealt(chosen.stops - chosen.starts, self.devices)
         parts = [self._fitting(chosen.part(at), most) for at in dealings]
@@ -147,16 +150,31 @@ class EventDataset(Dataset):
         if shuffle and not self.is_stream:
             key = key_of(position.seed, position.epoch)
             index = permute(index, self.num_examples, key)
-        is_real, anchors = places < self.num_examples, self._anchors[index]
-        log, layout = self._log, self._layout
+        is_real = places < self.num_examples
+        starts, stops = self._events_of(index)
+        starts = np.where(is_real, starts, stops)
+        return _Chosen(self._anchors[index], starts, stops, is_real)
+
+    def _events_of(self, index: Int[np.ndarray, "n"]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns where the events of examples begin and end in the log."""
+        log, layout, anchors = self._log, self._layout, self._anchors[index]
         if layout.is_all:
-            stops = self._ends[index]
             reach = np.minimum(anchors - log.first[anchors], layout.history // 2)
-            starts = anchors - reach
-        else:
-            stops = log.before[anchors]
-            starts = np.maximum(log.first[anchors], stops - layout.history)
-        return _Chosen(anchors, np.where(is_real, starts, stops), stops, is_real)
+            return anchors - reach, self._ends[index]
+        stops = log.before[anchors]
+        return np.maximum(log.first[anchors], stops - layout.history), stops
+
+    def _mean_and_std_of_rows(self) -> tuple[float, float] | None:
+        """Returns the mean and standard deviation of the rows of an example, if any."""
+        if not self.num_examples:
+            return None
+        count = min(self.num_examples, _SAMPLED)
+        some = np.linspace(0, self.num_examples - 1, count).astype(np.int64)
+        starts, stops = self._events_of(some)
+        layout = self._layout
+        fixed = layout.contexts + (not layout.is_all)
+        rows = fixed + (stops - starts) * layout.rows_of_event
+        return float(rows.mean()), float(rows.std())
 
     def _fitting(self, chosen: "_Chosen", rows: int) -> Sequences:
         """Returns sequences of at most so many rows, and counts what is left out."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from loka_jax.data.batch import Batch, Dataset, Position, next_position
+from loka_jax.data.batch import Batch, Dataset, Position, alike, next_position
 from loka_jax.dispatch.plan import as_json
 from loka_jax.terminal import one_line
 from loka_jax.train import metrics
@@ -84,9 +84,8 @@ class Loop:
     def _train(self, stop: StopRequest):
         loop = self.run.config.loop
         self.clock.restart()
-        left = max(self.run.total_steps - self.progress.step, 0)
-        if self.progress.plateau.stop:  # early stopping
-            left = 0
+        is_over = self.progress.plateau.stop  # early stopping
+        left = 0 if is_over else max(self.run.total_steps - self.progress.step, 0)
         if left and self.run.hope is not None:
             self.run.hope.begin()
         start = self.progress.position
@@ -97,7 +96,8 @@ class Loop:
                     self._look_at_operands(pairs[0][1])
                     self._make_first(pairs[0][1])
                     self._observe(pairs[0][1])
-                    self.step(pairs)
+                    for some in alike(pairs):
+                        self.step(some)
                     self._look_at_scales(pairs[-1][1])
                     if self.clock.has_compiled():  # which no rate is to count
                         self._tick()
@@ -138,9 +138,9 @@ class Loop:
         take_step = self.run.train_step(
             scales_initialized=self._ready_for_initialized_step(), steps=len(pairs)
         )
-        activity = "training" if take_step.has_run else "compiling"
+        compiles = not take_step.has_run
+        activity = "compiling" if compiles else "training"
         try:
-            compiles = not take_step.has_run
             with self.display.doing(activity), watchdog.resting(compiles):
                 self.state = take_step(self.state, *batches)
         except Exception as error:  # a compiler may raise any kind

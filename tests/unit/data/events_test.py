@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from loka_jax.data import DataConfig, Position, Schema, open_data
-from loka_jax.data.batch import Part, ids_of_labels
+from loka_jax.data.batch import Part, alike, ids_of_labels
 from loka_jax.data.capacities import capacities
 from loka_jax.data.events import EventDataset, dealt
 from loka_jax.data.reader import record_dtype_of
@@ -190,6 +190,36 @@ def test_capacities_are_few_and_hold_what_they_must():
     assert ladder[-1] == 128 and all(size % 128 == 0 for size in ladder)
     assert ladder == sorted(set(ladder), reverse=True)
     assert capacities(LAST._replace(limit=300), 1000)[0] == 384
+
+
+@pytest.mark.parametrize("mean, std", [(9.0, 3.0), (4.0, 4.0), (1.0, 0.0), (16.0, 1.0)])
+def test_nearly_all_batches_of_a_log_have_the_usual_capacity(mean, std):
+    layout = LAST._replace(history=20)
+    sizes = capacities(layout, 1000, of_one=(mean, std))
+    assert sizes == sorted(set(sizes), reverse=True) and sizes[-1] == 128
+    assert sizes[0] == capacities(layout, 1000)[0]
+    usual = min(x for x in sizes if x >= 1000 * mean + 2 * std * 1000**0.5)
+    assert usual < 1000 * mean + 2 * std * 1000**0.5 + 128
+    below = min(x for x in sizes if x > 1000 * mean - 3 * std * 1000**0.5)
+    assert below == usual
+
+
+def test_batches_of_a_log_have_one_shape_with_rare_exceptions():
+    lengths = tuple(np.random.default_rng(0).geometric(0.05, 40))
+    data = dataset(LAST._replace(history=40), users=lengths, split=1)
+    steps = range(data.num_batches(32) * 4)
+    places = [Position(*divmod(i, data.num_batches(32)), 0) for i in steps]
+    rows = [len(data.batch(x, 32, shuffle=True).events.ages) for x in places]
+    assert max(map(rows.count, rows)) >= 0.9 * len(rows)
+
+
+def test_batches_of_other_shapes_are_no_call():
+    data = dataset(LAST)
+    small, large = (data.batch(Position(0, 0, 0), n, shuffle=False) for n in (2, 200))
+    pairs = [(Position(0, i, 0), small) for i in range(3)]
+    assert alike(pairs) == [pairs]
+    mixed = [*pairs, (Position(0, 3, 0), large)]
+    assert alike(mixed) == [[pair] for pair in mixed]
 
 
 def test_the_last_batch_of_an_epoch_has_the_rows_of_a_full_one():
