@@ -246,7 +246,9 @@ def fp8_interformer_l() -> InterFormerConfig:
     )
 
 
-def _assistments(name: str, categorical: tuple[str, ...], history: int) -> HstuConfig:
+def _assistments(
+    name: str, categorical: tuple[str, ...], history: int, lr: float, rows_lr: float
+) -> HstuConfig:
     """Returns a run on answers of pupils: each is predicted by all before it."""
     small = fp8_hstu()
     return HstuConfig(
@@ -268,9 +270,9 @@ def _assistments(name: str, categorical: tuple[str, ...], history: int) -> HstuC
         ),
         embedding=dataclasses.replace(small.embedding, dim=64),
         optim=OptimConfig(
-            lr=6e-3,
+            lr=lr,
             rows="adam",
-            rows_lr=2e-2,
+            rows_lr=rows_lr,
             clip_norm=1.0,
             warmup_steps=64,
             decay="linear",
@@ -285,10 +287,22 @@ def _assistments(name: str, categorical: tuple[str, ...], history: int) -> HstuC
 @register
 def assistments_2015() -> HstuConfig:
     """HSTU on ASSISTments 2015, short histories: AKT has AUC 0.7281, SAKT 0.7114."""
-    return _assistments("assistments_2015", ("skill",), history=64)
+    name = "assistments_2015"
+    return _assistments(name, ("skill",), history=64, lr=6e-3, rows_lr=2e-2)
 
 
 @register
 def assistments_2017() -> HstuConfig:
-    """HSTU on ASSISTments 2017, long histories: DKT has AUC 0.7263, AKT 0.7702."""
-    return _assistments("assistments_2017", ("item", "skill"), history=128)
+    """HSTU on ASSISTments 2017, long histories: DKT has AUC 0.7263, AKT 0.7702.
+
+    At these rates its loss, level after three epochs, falls again from the eighth on;
+    at three times as high ones it does not.
+    """
+    name, fields = "assistments_2017", ("item", "skill")
+    config = _assistments(name, fields, history=128, lr=2e-3, rows_lr=2e-3)
+    return dataclasses.replace(
+        config,
+        model=config.model.clone(num_layers=4),
+        embedding=dataclasses.replace(config.embedding, dim=16),
+        loop=dataclasses.replace(config.loop, epochs=20),
+    )
