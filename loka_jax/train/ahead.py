@@ -82,8 +82,8 @@ def make_ahead(run: Run, state: TrainState, progress: Progress, batch: Batch) ->
 
 
 def _compiles_ahead(run: Run) -> bool:
-    """Returns whether a run has one device, and batches of one size."""
-    return run.placement.size == 1 and not run.config.data.is_log
+    """Returns whether a run has one device."""
+    return run.placement.size == 1
 
 
 def _observed(
