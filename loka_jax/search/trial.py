@@ -6,8 +6,8 @@ The process trains each configuration without evaluations, checkpoints and Probe
 the lines suffice, and ends at the first that fails. Its parent knows how it ended, ends
 what hangs, and begins another process with the rest. Programs are shared by a process's
 trials, and by all processes in JAX's folder of compiled programs. Of several processes
-on one GPU one at a time trains for its rates, while no other builds or compiles: they
-take turns by locks in FOLDER; '' without any.
+on one GPU one at a time trains for its rates, or has kernels timed for its plan, while
+no other builds or compiles: they take turns by locks in FOLDER; '' without any.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from loka_jax.dispatch.pool import gpu_turn
 from loka_jax.measure.compiling import keep_compiled
 from loka_jax.search.history import Outcome
 from loka_jax.terminal import clip, one_line
-from loka_jax.train.build import build
+from loka_jax.train.build import Run, build
 from loka_jax.train.checkpoints.checkpoint import Checkpoints
 from loka_jax.train.config import Config
 from loka_jax.train.folder.config_file import read_config
@@ -45,6 +45,7 @@ from loka_jax.train.folder.record import METRICS, RunRecord
 from loka_jax.train.logs.progress import TrainingProgress
 from loka_jax.train.logs.timing import Profiler
 from loka_jax.train.loop import Loop
+from loka_jax.train.plan_files import OFF
 from loka_jax.train.processes.signals import StopRequest
 from loka_jax.train.watch.host_state import Progress
 
@@ -129,12 +130,14 @@ def rates_of(config: Config, turns: str = "") -> list[float]:
             if turns:
                 turn.enter_context(gpu_turn(turns, kind))
 
+        take(TOGETHER if config.plan == OFF else ALONE)  # a plan may time kernels
+        run = build(as_trial(config), None, lambda _: None)
         take(TOGETHER)
-        return _rates(config, lambda: take(ALONE))
+        return _rates(run, lambda: take(ALONE))
 
 
-def _rates(config: Config, begin: Callable[[], Any]) -> list[float]:
-    run = build(as_trial(config), None, lambda _: None)
+def _rates(run: Run, begin: Callable[[], Any]) -> list[float]:
+    config = run.config
     lines, progress = _Lines(begin), Progress(position=Position(0, 0, config.seed))
     display = TrainingProgress(Console(file=io.StringIO()))
     display.begin(run.total_steps, 0)

@@ -1,5 +1,6 @@
 """Trials whose processes end in every way; small scripts stand in for training."""
 
+import contextlib
 import sys
 
 import jax
@@ -102,3 +103,30 @@ def test_a_trial_does_nothing_but_train():
     assert steps > 1e5 and config.loop.eval_every > steps
     assert config.loop.save_every > steps
     assert config.probe.look_every == config.probe.observe_every == 0
+
+
+@pytest.mark.parametrize(("plan", "first"), [("off", "together"), ("auto", "alone")])
+def test_kernels_of_a_plan_are_timed_while_no_other_process_computes(
+    monkeypatch, plan, first
+):
+    events = []
+
+    @contextlib.contextmanager
+    def turn(folder, kind):
+        events.append(f"{kind} in {folder}")
+        yield
+        events.append("ends")
+
+    def train(run, begin):
+        begin()
+        return [run]
+
+    monkeypatch.setattr(trial, "gpu_turn", turn)
+    monkeypatch.setattr(trial, "build", lambda *_: events.append("builds") or 7.0)
+    monkeypatch.setattr(trial, "_rates", train)
+    config = changed(tiny("fp8_dlrm"), {"plan": plan})
+    assert trial.rates_of(config, "here") == [7.0]
+    turns = [f"{first} in here", "builds", "ends", "together in here", "ends"]
+    assert events == [*turns, "alone in here", "ends"]
+    events.clear()
+    assert trial.rates_of(config) == [7.0] and events == ["builds"]
