@@ -295,8 +295,8 @@ def assistments_2015() -> HstuConfig:
 def assistments_2017() -> HstuConfig:
     """HSTU on ASSISTments 2017, long histories: DKT has AUC 0.7263, AKT 0.7702.
 
-    At these rates its loss, level after three epochs, falls again from the eighth on;
-    at three times as high ones it does not.
+    At these rates its loss, level after three epochs, falls again between the sixth and
+    the tenth; at three times as high ones it does not.
     """
     name, fields = "assistments_2017", ("item", "skill")
     config = _assistments(name, fields, history=128, lr=2e-3, rows_lr=2e-3)

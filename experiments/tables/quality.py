@@ -81,6 +81,17 @@ QUALITY = {
             "FP8 by rows - bf16": difference("arms.fp8_rowwise.auc.minus_first", 5),
         },
     ),
+    "assistments": Table(
+        file="assistments_2017_seeds_h200",
+        first="test fold 1",
+        rows="bfloat16 = bf16; FP8 = fp8*",
+        columns={
+            "AUC": spread("arms.{0}.auc", 4),
+            "NE": spread("arms.{0}.ne", 4),
+            "AUC over bfloat16's": difference("arms.{0}.auc.minus_first", 4),
+            "NE over bfloat16's": difference("arms.{0}.ne.minus_first", 4),
+        },
+    ),
     "tasks": Table(
         file="tasks_movielens_cpu",
         first="NE minus that of a model for the label",
