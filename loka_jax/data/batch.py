@@ -289,5 +289,7 @@ def alike(pairs: Sequence[tuple[Position, Batch]]) -> list[Sequence]:
     Each mix of shapes would be a program to compile: those of an event log may have any
     of a few capacities.
     """
+    if len(pairs) == 1:
+        return [pairs]
     shapes = {tuple(x.shape for x in jax.tree.leaves(batch)) for _, batch in pairs}
     return [pairs] if len(shapes) == 1 else [[pair] for pair in pairs]

@@ -235,8 +235,9 @@ def _measure(
     ratios = [jnp.empty(0)] * len(sites)
     for recipe in dict.fromkeys(recipes):
         places = [i for i, of_site in enumerate(recipes) if of_site == recipe]
+        # Stacked before they are decoded, or each site would add to the program.
         tables = jnp.stack([sites[i].table for i in places])
-        histories = DelayedScaling(tables).history  # of all, in one program's few lines
+        histories = DelayedScaling(tables).history
         of = functools.partial(amax_ratios, recipe=recipe, steps=LOOK_STEPS)
         for place, ratio in zip(places, jax.vmap(of)(histories), strict=True):
             ratios[place] = ratio
