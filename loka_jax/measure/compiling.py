@@ -1,7 +1,6 @@
 """Compiles many small programs at a time, and keeps the errors of those that fail."""
 
 import concurrent.futures
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -84,7 +83,6 @@ class Ahead:
         """Takes what `jax.jit` returned, or has such a call and `lower`."""
         self._function = function
         self._compiling: concurrent.futures.Future | None = None
-        self._compiled: Any = None
         self.has_run = False
 
     @property
@@ -119,19 +117,13 @@ class Ahead:
         return compile_it
 
     def __call__(self, *arguments: Any) -> Any:
-        """Returns the function's results; arguments of other types compile it anew."""
+        """Returns the function's results."""
         if self._compiling is not None:
-            self._compiled = self._compiling.result()
+            self._function = self._compiling.result()
             self._compiling = None
-        out = self._called(arguments)
+        out = self._function(*arguments)
         self.has_run = True
         return out
-
-    def _called(self, arguments: tuple[Any, ...]) -> Any:
-        if self._compiled is not None:
-            with contextlib.suppress(TypeError):  # it has run nothing, donated nothing
-                return self._compiled(*arguments)
-        return self._function(*arguments)
 
     def lower(self, *arguments: Any) -> Any:
         """Returns the function lowered for such arguments."""

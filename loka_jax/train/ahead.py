@@ -82,8 +82,11 @@ def make_ahead(run: Run, state: TrainState, progress: Progress, batch: Batch) ->
 
 
 def _compiles_ahead(run: Run) -> bool:
-    """Returns whether a run has one device."""
-    return run.placement.size == 1
+    """Returns whether a run has one device, and batches of one size.
+
+    A batch of another size is lowered when it comes, not beside a compilation.
+    """
+    return run.placement.size == 1 and not run.config.data.is_log
 
 
 def _observed(

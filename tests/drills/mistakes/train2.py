@@ -119,15 +119,8 @@ MISTAKES = [
     Mistake(
         "a function that a thread has compiled is compiled again",
         "loka_jax/measure/compiling.py",
-        "self._compiled = self._compiling.result()",
+        "self._function = self._compiling.result()",
         "self._compiling.result()",
-        "unit/train/ahead_test.py",
-    ),
-    Mistake(
-        "a function that a thread has compiled takes arguments of one shape alone",
-        "loka_jax/measure/compiling.py",
-        "            with contextlib.suppress(TypeError):",
-        "            with contextlib.suppress(KeyError):",
         "unit/train/ahead_test.py",
     ),
     Mistake(

@@ -43,15 +43,6 @@ def test_the_first_call_raises_what_the_compiler_has_met(lowers):
         program(jnp.ones(3))
 
 
-def test_arguments_of_other_shapes_compile_the_function_anew():
-    program = Ahead(jax.jit(lambda x, y: x + y.sum(), donate_argnums=0))
-    program.ahead(jnp.ones(3), jnp.ones(2))()
-    for size in (2, 5, 2):
-        x = jnp.zeros(3)
-        assert program(x, jnp.ones(size)).tolist() == [size] * 3
-        assert x.is_deleted()
-
-
 def test_a_function_is_lowered_here_and_compiled_by_the_job():
     traced = []
     program = Ahead(jax.jit(lambda x: traced.append(threading.get_ident()) or x + 1))
