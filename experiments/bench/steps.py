@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from loka_jax.data import Batch, Position
+from loka_jax.data.batch import event_rows
 from loka_jax.measure.timing import profile_ops
 from loka_jax.train.build import Run
 from loka_jax.train.state import TrainState
@@ -66,9 +67,9 @@ def batches_of(run: Run) -> list[Batch]:
         jax.block_until_ready(train.batch(Position(0, i, 0), size, shuffle=True))
         for i in range(NUM_BATCHES)
     ]
-    sizes = [[x.shape for x in jax.tree.leaves(batch)] for batch in batches]
-    most = max(sizes, key=sizes.count)
-    return [batch for batch, own in zip(batches, sizes, strict=True) if own == most]
+    rows = [*map(event_rows, batches)]
+    most = max(rows, key=rows.count)
+    return [batch for batch, own in zip(batches, rows, strict=True) if own == most]
 
 
 def warm_up(run: Run, state: TrainState, batches: Sequence[Batch]) -> TrainState:

@@ -283,13 +283,15 @@ def next_position(position: Position, batches_per_epoch: int) -> Position:
     return Position(epoch + 1, 0, seed)
 
 
-def alike(pairs: Sequence[tuple[Position, Batch]]) -> list[Sequence]:
-    """Returns the batches of a call, apart if they have other shapes.
+def event_rows(batch: Batch) -> int | None:
+    """Returns the rows of a batch of an event log; those of others are all alike."""
+    return None if batch.events is None else len(batch.events.ids)
 
-    Each mix of shapes would be a program to compile: those of an event log may have any
-    of a few capacities.
+
+def alike(pairs: Sequence[tuple[Position, Batch]]) -> list[Sequence]:
+    """Returns the batches of a call, apart if their events have other rows.
+
+    Each mix of shapes would be a program to compile.
     """
-    if len(pairs) == 1:
-        return [pairs]
-    shapes = {tuple(x.shape for x in jax.tree.leaves(batch)) for _, batch in pairs}
-    return [pairs] if len(shapes) == 1 else [[pair] for pair in pairs]
+    rows = {event_rows(batch) for _, batch in pairs}
+    return [pairs] if len(rows) == 1 else [[pair] for pair in pairs]

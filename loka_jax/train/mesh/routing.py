@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from loka_jax.data import Batch, Position
+from loka_jax.data.batch import event_rows
 from loka_jax.ops import exchange
 from loka_jax.ops.exchange import Routed
 from loka_jax.ops.joint_collectives import gather_all, swap
@@ -266,7 +267,7 @@ class Router:
         spent = tuple(map(self._take_spent, placed))
         state, before, (later, needs) = program(state, placed, routed, coming, spent)
         # Later steps may write over them.
-        self._spent += zip(map(_rows, placed), routed, strict=True)
+        self._spent += zip(map(event_rows, placed), routed, strict=True)
         for one in self._coming:
             if any(one.batch is batch for batch in batches):
                 one.routed = None
@@ -282,7 +283,7 @@ class Router:
         former = [x for x in self._spent if x[1].capacity == self.capacity]
         self._spent = former[-2 * self._ahead :]
         for i, (rows, routed) in enumerate(self._spent):
-            if rows == _rows(placed):
+            if rows == event_rows(placed):
                 del self._spent[i]
                 return routed
         return self._route_alone(_Coming(placed, placed))
@@ -325,7 +326,7 @@ class Router:
         if newest < 0 or self._coming[newest].batch is not batches[-1]:
             return []
         found = list(self._coming)[-len(batches) :]
-        alike = [_rows(one.batch) for one in found] == [*map(_rows, batches)]
+        alike = [event_rows(one.batch) for one in found] == [*map(event_rows, batches)]
         return found if alike else []
 
     def _fits(self, coming: "_Coming") -> bool:
@@ -368,11 +369,6 @@ class _Coming:
     def need(self) -> Any:
         """Returns the length of the longest list, by stack, once the program has it."""
         return jax.tree.map(lambda x: np.asarray(x)[self.place], self.needs)
-
-
-def _rows(batch: Batch) -> int | None:
-    """Returns the rows of a batch of an event log; those of others are all alike."""
-    return None if batch.events is None else len(batch.events.ids)
 
 
 def _is_routed(x: Any) -> bool:

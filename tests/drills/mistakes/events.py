@@ -48,7 +48,7 @@ MISTAKES = [
     Mistake(
         "batches of other shapes are one call",
         "loka_jax/data/batch.py",
-        "    return [pairs] if len(shapes) == 1 else [[pair] for pair in pairs]\n",
+        "    return [pairs] if len(rows) == 1 else [[pair] for pair in pairs]\n",
         "    return [pairs]\n",
         "unit/data/events_test.py",
     ),
