@@ -247,13 +247,22 @@ def fp8_interformer_l() -> InterFormerConfig:
 
 
 def _assistments(
-    name: str, categorical: tuple[str, ...], history: int, lr: float, rows_lr: float
+    name: str,
+    categorical: tuple[str, ...],
+    history: int,
+    *,
+    layers: int,
+    dim: int,
+    lr: float,
+    rows_lr: float,
+    epochs: int,
 ) -> HstuConfig:
     """Returns a run on answers of pupils: each is predicted by all before it."""
     small = fp8_hstu()
     return HstuConfig(
         name=name,
         model=small.model.clone(
+            num_layers=layers,
             max_length=2 * history,
             age_unit=1.0,  # an age is a number of answers
             dropout_rate=0.1,
@@ -268,7 +277,7 @@ def _assistments(
             history=history,
             targets="all",
         ),
-        embedding=dataclasses.replace(small.embedding, dim=64),
+        embedding=dataclasses.replace(small.embedding, dim=dim),
         optim=OptimConfig(
             lr=lr,
             rows="adam",
@@ -280,15 +289,23 @@ def _assistments(
             plateau_patience=10,
             plateau_factor=1.0,
         ),
-        loop=LoopConfig(batch_size=64, epochs=10, log_every=16),
+        loop=LoopConfig(batch_size=64, epochs=epochs, log_every=16),
     )
 
 
 @register
 def assistments_2015() -> HstuConfig:
     """HSTU on ASSISTments 2015, short histories: AKT has AUC 0.7281, SAKT 0.7114."""
-    name = "assistments_2015"
-    return _assistments(name, ("skill",), history=64, lr=6e-3, rows_lr=2e-2)
+    return _assistments(
+        "assistments_2015",
+        ("skill",),
+        history=64,
+        layers=2,
+        dim=64,
+        lr=6e-3,
+        rows_lr=2e-2,
+        epochs=10,
+    )
 
 
 @register
@@ -298,11 +315,13 @@ def assistments_2017() -> HstuConfig:
     At these rates its loss, level after three epochs, falls again between the sixth and
     the tenth; at three times as high ones it does not.
     """
-    name, fields = "assistments_2017", ("item", "skill")
-    config = _assistments(name, fields, history=128, lr=2e-3, rows_lr=2e-3)
-    return dataclasses.replace(
-        config,
-        model=config.model.clone(num_layers=4),
-        embedding=dataclasses.replace(config.embedding, dim=16),
-        loop=dataclasses.replace(config.loop, epochs=20),
+    return _assistments(
+        "assistments_2017",
+        ("item", "skill"),
+        history=128,
+        layers=4,
+        dim=16,
+        lr=2e-3,
+        rows_lr=2e-3,
+        epochs=20,
     )

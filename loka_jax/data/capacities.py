@@ -14,29 +14,28 @@ _STDS = 2.0  # above the mean, which 98 of 100 batches do not exceed
 _BELOW, _ABOVE = 1.5, 1.125  # times the usual capacity: no others are nearer
 
 
-def capacities(
-    layout: Layout,
-    sequences: int,
-    devices: int = 1,
-    of_one: tuple[float, float] | None = None,
-) -> list[int]:
-    """Returns the numbers of rows that batches have, in falling order.
+def most_rows(layout: Layout, sequences: int, devices: int = 1) -> int:
+    """Returns the most rows that a batch has.
 
     Args:
         sequences: of a batch, or of the part of it on each of several devices.
-        of_one: mean and standard deviation of the rows of a sequence. Given them, there
-            is a usual capacity, which nearly all batches have.
     """
     most = sequences * layout.longest
-    sizes = ladder(min(most, (layout.limit or most * devices) // devices))
-    if of_one is None:
-        return sizes
-    mean, std = of_one
+    return _multiple(min(most, (layout.limit or most * devices) // devices))
+
+
+def capacities(most: int, sequences: int, mean: float, std: float) -> list[int]:
+    """Returns the numbers of rows that batches have, in falling order.
+
+    Args:
+        most: the first of them.
+        mean: of the rows of a sequence, of which a batch has `sequences`.
+        std: their standard deviation.
+    """
     usual = _multiple(math.ceil(sequences * mean + _STDS * std * sequences**0.5))
-    usual = usual if _ABOVE * usual < sizes[0] else sizes[0]
-    is_near = [usual / _BELOW < size < usual * _ABOVE for size in sizes]
-    others = [x for x, near in zip(sizes, is_near, strict=True) if not near]
-    return sorted({sizes[0], usual, *others}, reverse=True)
+    usual = usual if _ABOVE * usual < most else most
+    others = [x for x in ladder(most) if not usual / _BELOW < x < usual * _ABOVE]
+    return sorted({most, usual, *others}, reverse=True)
 
 
 def ladder(most: int) -> list[int]:

@@ -25,7 +25,7 @@ from loka_jax.data.batch import (
     Schema,
     examples_of,
 )
-from loka_jax.data.capacities import capacities
+from loka_jax.data.capacities import capacities, most_rows
 from loka_jax.data.config import DataConfig
 from loka_jax.data.reader import key_of, permute
 from loka_jax.data.sequences import (
@@ -131,8 +131,8 @@ class EventDataset(Dataset):
             ValueError: if the step is out of range.
         """
         layout, size = self._layout, batch_size // self.devices
-        of_one = self._rows_of_one
-        most, *_ = sizes = capacities(layout, size, self.devices, of_one)
+        most = most_rows(layout, size, self.devices)
+        sizes = capacities(most, size, *self._rows_of_one)
         chosen = self._chosen(position, batch_size, shuffle)
         dealings = dealt(chosen.stops - chosen.starts, self.devices)
         parts = [self._fitting(chosen.part(at), most) for at in dealings]
@@ -164,10 +164,10 @@ class EventDataset(Dataset):
         stops = log.before[anchors]
         return np.maximum(log.first[anchors], stops - layout.history), stops
 
-    def _mean_and_std_of_rows(self) -> tuple[float, float] | None:
-        """Returns the mean and standard deviation of the rows of an example, if any."""
-        if not self.num_examples:
-            return None
+    def _mean_and_std_of_rows(self) -> tuple[float, float]:
+        """Returns the mean and standard deviation of the rows of an example."""
+        if not self.num_examples:  # and so no batches
+            return 0.0, 0.0
         count = min(self.num_examples, _SAMPLED)
         some = np.linspace(0, self.num_examples - 1, count).astype(np.int64)
         starts, stops = self._events_of(some)

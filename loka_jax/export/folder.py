@@ -24,7 +24,7 @@ import numpy as np
 
 from loka_jax import jsonfile
 from loka_jax.data import Schema, sequences, transforms
-from loka_jax.data.capacities import capacities
+from loka_jax.data.capacities import most_rows
 from loka_jax.data.config import columns_of
 from loka_jax.data.events import layout_of
 from loka_jax.data.generated import schema_of
@@ -148,7 +148,7 @@ def _sizes(config: Config, schema: Schema, asked: Sequence[int]) -> list[int]:
     own, small, least, longest = config.loop.batch_size, _SMALL, 1, 1
     if config.data.is_log:
         layout, small = layout_of(config.data, schema), _SMALL_OF_EVENTS
-        own, longest = capacities(layout, own)[0], layout.longest
+        own, longest = most_rows(layout, own), layout.longest
         least = layout.contexts + 1
     sizes = sorted({*(asked or (*(x for x in small if x < own), own))})
     require(sizes[0] >= least, "--batch-sizes", sizes[0], f"{least} or more")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from loka_jax import nn
 from loka_jax.data import Events, Schema
-from loka_jax.data.capacities import capacities
+from loka_jax.data.capacities import most_rows
 from loka_jax.data.events import layout_of
 from loka_jax.data.sequences import Layout, Shape, candidate_shape
 from loka_jax.dispatch.plan import DispatchPlan
@@ -74,7 +74,7 @@ def model_of(
     def inputs(rows: int) -> tuple[Any, ...]:
         if config.data.is_log:
             layout = layout_of(config.data, schema)
-            capacity = capacities(layout, rows, devices)[0]
+            capacity = most_rows(layout, rows, devices)
             shape = Shape(capacity, rows, layout.targets(rows, capacity))
             if scores_candidates:
                 shape = candidate_shape(rows)

@@ -41,8 +41,8 @@ MISTAKES = [
     Mistake(
         "batches of a log have the first of all capacities that holds them",
         "loka_jax/data/capacities.py",
-        "    if of_one is None:\n",
-        "    if True:\n",
+        "    return sorted({most, usual, *others}, reverse=True)\n",
+        "    return ladder(most)\n",
         "unit/data/events_test.py",
     ),
     Mistake(

@@ -9,7 +9,7 @@ import pytest
 
 from loka_jax.data import DataConfig, Position, Schema, open_data
 from loka_jax.data.batch import Part, alike, ids_of_labels
-from loka_jax.data.capacities import capacities
+from loka_jax.data.capacities import capacities, ladder, most_rows
 from loka_jax.data.events import EventDataset, dealt
 from loka_jax.data.reader import record_dtype_of
 from loka_jax.data.sequences import Layout, make_log
@@ -185,19 +185,19 @@ def test_a_batch_is_padded_by_sequences_without_rows_and_rows_without_events():
 
 
 def test_capacities_are_few_and_hold_what_they_must():
-    ladder = capacities(LAST, 1000)
-    assert ladder[0] >= 1000 * LAST.longest and len(ladder) < 25
-    assert ladder[-1] == 128 and all(size % 128 == 0 for size in ladder)
-    assert ladder == sorted(set(ladder), reverse=True)
-    assert capacities(LAST._replace(limit=300), 1000)[0] == 384
+    sizes = ladder(most_rows(LAST, 1000))
+    assert sizes[0] >= 1000 * LAST.longest and len(sizes) < 25
+    assert sizes[-1] == 128 and all(size % 128 == 0 for size in sizes)
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert most_rows(LAST._replace(limit=300), 1000) == 384
 
 
 @pytest.mark.parametrize("mean, std", [(9.0, 3.0), (4.0, 4.0), (1.0, 0.0), (16.0, 1.0)])
 def test_nearly_all_batches_of_a_log_have_the_usual_capacity(mean, std):
-    layout = LAST._replace(history=20)
-    sizes = capacities(layout, 1000, of_one=(mean, std))
+    most = most_rows(LAST._replace(history=20), 1000)
+    sizes = capacities(most, 1000, mean, std)
     assert sizes == sorted(set(sizes), reverse=True) and sizes[-1] == 128
-    assert sizes[0] == capacities(layout, 1000)[0]
+    assert sizes[0] == most
     usual = min(x for x in sizes if x >= 1000 * mean + 2 * std * 1000**0.5)
     assert usual < 1000 * mean + 2 * std * 1000**0.5 + 128
     below = min(x for x in sizes if x > 1000 * mean - 3 * std * 1000**0.5)
