@@ -10,7 +10,7 @@ from loka_jax.data.sequences import Layout
 
 _STEP = 1.25  # from one capacity to the next: an eighth of the rows is padding
 _MULTIPLE = 128  # of a capacity
-_STDS = 2.0  # above the mean, which 98 of 100 batches do not exceed
+_STDS = 2.0  # above the mean, which 98 of 100 shuffled batches do not exceed
 _BELOW, _ABOVE = 1.5, 1.125  # times the usual capacity: no others are nearer
 
 
