@@ -58,7 +58,9 @@ def _sized[C: Config](small: C, name: str, model: Any, batch_size: int = 64) -> 
         model=model,
         data=dataclasses.replace(small.data, history=history, targets="last"),
         embedding=EmbeddingConfig(dim=model.dim, init_stddev=0.05),
-        optim=OptimConfig(lr=1e-3, rows_lr=0.1, warmup_steps=1000, clip_norm=1.0),
+        optim=OptimConfig(
+            lr=1e-3, rows_lr=0.1, warmup_steps=1000, decay="linear", clip_norm=1.0
+        ),
         loop=dataclasses.replace(small.loop, batch_size=batch_size),
     )
 
