@@ -1,17 +1,14 @@
 """The numbers of rows that batches of an event log may have, with padding.
 
 They are a ladder, of which a batch has the smallest that holds it. Each shape is a
-program to compile, so that one of them is to hold nearly all batches of a log.
+program to compile, so that one of them is to hold all batches of a shuffled log.
 """
-
-import math
 
 from loka_jax.data.sequences import Layout
 
 _STEP = 1.25  # from one capacity to the next: an eighth of the rows is padding
 _MULTIPLE = 128  # of a capacity
-_STDS = 2.0  # above the mean, which 98 of 100 shuffled batches do not exceed
-_BELOW, _ABOVE = 1.5, 1.125  # times the usual capacity: no others are nearer
+_ABOVE = 1.125  # times the usual capacity: no other is nearer
 
 
 def most_rows(layout: Layout, sequences: int, devices: int = 1) -> int:
@@ -24,18 +21,17 @@ def most_rows(layout: Layout, sequences: int, devices: int = 1) -> int:
     return _multiple(min(most, (layout.limit or most * devices) // devices))
 
 
-def capacities(most: int, sequences: int, mean: float, std: float) -> list[int]:
+def capacities(most: int, usual: int) -> list[int]:
     """Returns the numbers of rows that batches have, in falling order.
 
     Args:
         most: the first of them.
-        mean: of the rows of a sequence, of which a batch has `sequences`.
-        std: their standard deviation.
+        usual: the most rows of nearly all batches.
     """
-    usual = _multiple(math.ceil(sequences * mean + _STDS * std * sequences**0.5))
-    usual = usual if _ABOVE * usual < most else most
-    others = [x for x in ladder(most) if not usual / _BELOW < x < usual * _ABOVE]
-    return sorted({most, usual, *others}, reverse=True)
+    usual = _multiple(usual)
+    if _ABOVE * usual >= most:
+        return [most]
+    return [x for x in ladder(most) if x > _ABOVE * usual] + [usual]
 
 
 def ladder(most: int) -> list[int]:

@@ -5,10 +5,15 @@ an event, and its history the events of its user that are strictly earlier: neve
 of the same time, whose order nobody knows. Where a sequence has several examples
 (`targets="all"`), two events of a user may not have one time.
 
+Of examples in the order of their lengths, a batch has one of each of B equal ranges, so
+that all batches have about equally many rows: one program serves them, and few of its
+rows are padding. Those of a stream come in the order of time.
+
 The log is held in memory. E is the number of events, B that of sequences in a batch.
 """
 
 import copy
+import math
 from typing import NamedTuple
 
 import jax
@@ -25,9 +30,9 @@ from loka_jax.data.batch import (
     Schema,
     examples_of,
 )
-from loka_jax.data.capacities import capacities, most_rows
+from loka_jax.data.capacities import capacities, ladder, most_rows
 from loka_jax.data.config import DataConfig
-from loka_jax.data.reader import key_of, permute
+from loka_jax.data.reader import draw, key_of
 from loka_jax.data.sequences import (
     Arrays,
     EventLog,
@@ -39,7 +44,9 @@ from loka_jax.data.sequences import (
 )
 
 _EQUAL_EVENTS = 2048.0
-_SAMPLED = 65_536  # examples, for the rows that one has
+# Of so many batches the usual capacity is the mean of their rows and so many standard
+# deviations: one batch of some 30,000 has more.
+_SAMPLED, _STDS = 32, 4.0
 
 
 def batch_of(arrays: Arrays) -> Batch:
@@ -94,16 +101,24 @@ class EventDataset(Dataset):
         if layout.is_all:
             self._anchors, self._ends = _windows(log, own, layout.history)
         else:
-            anchors = np.flatnonzero(own)
-            by = (log.row, log.times) if stream else (log.row,)
-            self._anchors = anchors[np.lexsort([key[anchors] for key in by])]
+            self._anchors = self._ends = np.flatnonzero(own)
+        order = self._in_order()
+        self._anchors, self._ends = self._anchors[order], self._ends[order]
         self.num_examples = len(self._anchors)
-        self._rows_of_one = self._mean_and_std_of_rows()
+        self._usual: dict[int, int] = {}  # rows of a batch, by its sequences
+
+    def _in_order(self) -> Int[np.ndarray, "n"]:
+        """Returns the examples in the order of time, or of their lengths."""
+        log, anchors = self._log, self._anchors
+        if self.is_stream:
+            return np.lexsort((log.row[anchors], log.times[anchors]))
+        starts, stops = self._events_of(np.arange(len(anchors)))
+        return np.lexsort((log.row[anchors], stops - starts))
 
     def over(self, devices: int) -> "EventDataset":
         """Returns the examples for batches that lie on several devices."""
         result = copy.copy(self)
-        result.devices = devices
+        result.devices, result._usual = devices, {}
         return result
 
     def window(self, first: int, count: int) -> "EventDataset":
@@ -123,37 +138,67 @@ class EventDataset(Dataset):
     ) -> Batch:
         """Returns the batch at `position`, in host memory.
 
-        Sequences of padding have no rows. A stream is never shuffled. Over several
-        devices each array has the part of one device after another: batches of equal
-        shapes, whose offsets and targets count from the first row of the part.
+        Sequences of padding have no rows, and are the last. A stream is never shuffled;
+        other epochs that are not shuffled all have one order. Over several devices each
+        array has the part of one device after another: batches of equal shapes, whose
+        offsets and targets count from the first row of the part.
 
         Raises:
             ValueError: if the step is out of range.
         """
         layout, size = self._layout, batch_size // self.devices
         most = most_rows(layout, size, self.devices)
-        sizes = capacities(most, size, *self._rows_of_one)
         chosen = self._chosen(position, batch_size, shuffle)
         dealings = dealt(chosen.stops - chosen.starts, self.devices)
-        parts = [self._fitting(chosen.part(at), most) for at in dealings]
-        # As if the last batch of an epoch were full: it needs no program of its own.
-        need = max(int(one.lengths(layout).sum()) for one in parts)
-        full = need * len(chosen.is_real) // max(int(chosen.is_real.sum()), 1)
-        capacity = min(size for size in sizes if size >= min(full, most))
+        need, usual = self._need(chosen, dealings), self._usual_rows(batch_size)
+        if self.is_stream:  # as if it were full, so that the last one has no program
+            need = need * batch_size // int(chosen.is_real.sum())
+        need = min(max(need, usual), most)
+        sizes = capacities(most, usual) if shuffle and usual else ladder(most)
+        capacity = min(rows for rows in sizes if rows >= need)
         shape = Shape(capacity, size, layout.targets(size, capacity))
+        parts = [self._fitting(chosen.part(at), most) for at in dealings]
         own = [self._laid_out(parts[i], shape) for i in part.rows(self.devices)]
         return jax.tree.map(lambda *arrays: np.concatenate(arrays), *own)
 
     def _chosen(self, position: Position, batch_size: int, shuffle: bool) -> "_Chosen":
+        count, (epoch, step, seed) = self.num_examples, position
         places = np.asarray(examples_of(self, position, batch_size, WHOLE))
-        index = places % self.num_examples
-        if shuffle and not self.is_stream:
-            key = key_of(position.seed, position.epoch)
-            index = permute(index, self.num_examples, key)
-        is_real = places < self.num_examples
+        index, is_real = places % count, places < count
+        if not self.is_stream:
+            key = key_of(seed, epoch) if shuffle else key_of()
+            index, is_real = draw(key, step, batch_size, count)
+            order = np.lexsort((self._log.row[self._anchors[index]], ~is_real))
+            index, is_real = index[order], is_real[order]
         starts, stops = self._events_of(index)
         starts = np.where(is_real, starts, stops)
         return _Chosen(self._anchors[index], starts, stops, is_real)
+
+    def _need(self, chosen: "_Chosen", dealings: Int[np.ndarray, "G b"]) -> int:
+        """Returns the most rows of the parts of a batch."""
+        rows = (chosen.stops - chosen.starts) * self._layout.rows_of_event
+        rows = rows + np.where(chosen.is_real, self._fixed_rows, 0)
+        return int(rows[dealings].sum(axis=1).max())
+
+    @property
+    def _fixed_rows(self) -> int:
+        """The rows of a sequence beside those of its history or window."""
+        return self._layout.contexts + (not self._layout.is_all)
+
+    def _usual_rows(self, batch_size: int) -> int:
+        """Returns the most rows of nearly all batches of an epoch; 0 for a stream."""
+        if self.is_stream:
+            return 0
+        if batch_size in self._usual:
+            return self._usual[batch_size]
+        full, needs = max(self.num_examples // batch_size, 1), []
+        for i in range(_SAMPLED):
+            chosen = self._chosen(Position(i, i % full, 0), batch_size, True)
+            dealings = dealt(chosen.stops - chosen.starts, self.devices)
+            needs.append(self._need(chosen, dealings))
+        usual = math.ceil(np.mean(needs) + _STDS * np.std(needs))
+        self._usual[batch_size] = usual
+        return usual
 
     def _events_of(self, index: Int[np.ndarray, "n"]) -> tuple[np.ndarray, np.ndarray]:
         """Returns where the events of examples begin and end in the log."""
@@ -164,22 +209,10 @@ class EventDataset(Dataset):
         stops = log.before[anchors]
         return np.maximum(log.first[anchors], stops - layout.history), stops
 
-    def _mean_and_std_of_rows(self) -> tuple[float, float]:
-        """Returns the mean and standard deviation of the rows of an example."""
-        if not self.num_examples:  # and so no batches
-            return 0.0, 0.0
-        count = min(self.num_examples, _SAMPLED)
-        some = np.linspace(0, self.num_examples - 1, count).astype(np.int64)
-        starts, stops = self._events_of(some)
-        layout = self._layout
-        fixed = layout.contexts + (not layout.is_all)
-        rows = fixed + (stops - starts) * layout.rows_of_event
-        return float(rows.mean()), float(rows.std())
-
     def _fitting(self, chosen: "_Chosen", rows: int) -> Sequences:
         """Returns sequences of at most so many rows, and counts what is left out."""
         (anchors, starts, stops, is_real), layout = chosen, self._layout
-        fixed = np.where(is_real, layout.contexts + (not layout.is_all), 0)
+        fixed = np.where(is_real, self._fixed_rows, 0)
         counts = stops - starts
         counts, left_out = _shortened(counts, rows - int(fixed.sum()), layout)
         self.left_out += left_out

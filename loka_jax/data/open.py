@@ -216,7 +216,8 @@ def _sequences(config: DataConfig) -> dict:
     """Returns what decides the histories of an event log; {} of other data."""
     if not config.is_log:
         return {}
-    return {"sequences": {name: getattr(config, name) for name in SEQUENCE_SETTINGS}}
+    options = {name: getattr(config, name) for name in SEQUENCE_SETTINGS}
+    return {"sequences": options | {"batches": "of all lengths"}}
 
 
 def _open_planted_events(config: DataConfig, seed: int) -> Splits:

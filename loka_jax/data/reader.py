@@ -175,20 +175,51 @@ def key_of(*numbers: int) -> np.uint64:
     return state[0]
 
 
-def permute(index: np.ndarray, size: int, key: np.uint64) -> np.ndarray:
+def permute(
+    index: np.ndarray, size: int | np.ndarray, key: np.uint64 | np.ndarray
+) -> np.ndarray:
     """Returns the image of each index under a permutation of `range(size)`, int64.
 
     Args:
         index: int64, each in [0, size).
+        size: of all, or of each.
+        key: of the permutation: one of all, or one of each.
     """
-    bits = max(2, (size - 1).bit_length())
-    keys = mix(np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _MULTIPLIER ^ key)
+    bits = max(2, int(np.max(size, initial=1) - 1).bit_length())
+    rounds = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _MULTIPLIER
+    keys = mix(rounds[:, None] ^ key)  # one column, or one of each
     out = _feistel(index.astype(np.uint64), bits, keys)
-    outside = np.flatnonzero(out >= size)
+    sizes = np.broadcast_to(size, index.shape)
+    outside = np.flatnonzero(out >= sizes)
     while len(outside):
-        out[outside] = _feistel(out[outside], bits, keys)
-        outside = outside[out[outside] >= size]
+        own = keys[:, outside] if np.ndim(key) else keys
+        out[outside] = _feistel(out[outside], bits, own)
+        outside = outside[out[outside] >= sizes[outside]]
     return out.astype(np.int64)
+
+
+def draw(
+    epoch: np.uint64, step: int, batch_size: int, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the examples of a batch, one of each stratum, and which of them there are.
+
+    Of `count` examples in some order the i-th of `batch_size` equal ranges is stratum i,
+    of which each step of an epoch takes another example. All are taken once in an epoch;
+    in the last step strata that are smaller by one have none.
+
+    Args:
+        epoch: the key of its permutations.
+        step: of the epoch.
+    """
+    bounds = np.arange(batch_size + 1) * count // batch_size
+    sizes = np.diff(bounds)
+    is_real = step < sizes
+    keys = mix(np.arange(1, batch_size + 1, dtype=np.uint64) ^ epoch)
+    places = np.full(int(is_real.sum()), step)
+    taken = permute(places, sizes[is_real], keys[is_real])
+    index = np.zeros(batch_size, np.int64)
+    index[is_real] = bounds[:-1][is_real] + taken
+    return index, is_real
 
 
 def _feistel(x: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:

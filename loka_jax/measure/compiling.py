@@ -77,12 +77,17 @@ def keep_compiled() -> None:
 
 
 class Ahead:
-    """A jitted function that can be compiled in a thread before it is called."""
+    """A jitted function that can be compiled in a thread before it is called.
+
+    Arguments of other types than those that it was compiled for are compiled when they
+    come, as by `jax.jit`.
+    """
 
     def __init__(self, function: Any):
         """Takes what `jax.jit` returned, or has such a call and `lower`."""
         self._function = function
         self._compiling: concurrent.futures.Future | None = None
+        self._compiled: Any = None
         self.has_run = False
 
     @property
@@ -119,9 +124,13 @@ class Ahead:
     def __call__(self, *arguments: Any) -> Any:
         """Returns the function's results."""
         if self._compiling is not None:
-            self._function = self._compiling.result()
-            self._compiling = None
-        out = self._function(*arguments)
+            self._compiled, self._compiling = self._compiling.result(), None
+        try:
+            out = (self._compiled or self._function)(*arguments)
+        except TypeError:  # raised for other types, before it runs
+            if self._compiled is None:
+                raise
+            out = self._function(*arguments)
         self.has_run = True
         return out
 

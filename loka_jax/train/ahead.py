@@ -82,11 +82,11 @@ def make_ahead(run: Run, state: TrainState, progress: Progress, batch: Batch) ->
 
 
 def _compiles_ahead(run: Run) -> bool:
-    """Returns whether a run has one device, and batches of one size.
+    """Returns whether a run has one device, and batches of one shape.
 
-    A batch of another size is lowered when it comes, not beside a compilation.
+    What is compiled here would be of no use to a stream, whose batches have several.
     """
-    return run.placement.size == 1 and not run.config.data.is_log
+    return run.placement.size == 1 and not run.config.data.stream
 
 
 def _observed(

@@ -41,9 +41,30 @@ MISTAKES = [
     Mistake(
         "batches of a log have the first of all capacities that holds them",
         "loka_jax/data/capacities.py",
-        "    return sorted({most, usual, *others}, reverse=True)\n",
+        "    return [x for x in ladder(most) if x > _ABOVE * usual] + [usual]\n",
         "    return ladder(most)\n",
         "unit/data/events_test.py",
+    ),
+    Mistake(
+        "a batch has examples of any lengths",
+        EVENTS,
+        "        return np.lexsort((log.row[anchors], stops - starts))\n",
+        "        return np.argsort(log.row[anchors])\n",
+        "unit/data/events_test.py",
+    ),
+    Mistake(
+        "batches of an evaluation have examples of alike lengths",
+        EVENTS,
+        "        if not self.is_stream:\n            key",
+        "        if shuffle and not self.is_stream:\n            key",
+        "unit/data/events_test.py",
+    ),
+    Mistake(
+        "a batch has the examples of one rank of all strata",
+        "loka_jax/data/reader.py",
+        "    keys = mix(np.arange(1, batch_size + 1, dtype=np.uint64) ^ epoch)\n",
+        "    keys = np.full(batch_size, epoch)\n",
+        "unit/data/reader_test.py",
     ),
     Mistake(
         "batches of other shapes are one call",

@@ -192,30 +192,57 @@ def test_capacities_are_few_and_hold_what_they_must():
     assert most_rows(LAST._replace(limit=300), 1000) == 384
 
 
-@pytest.mark.parametrize("mean, std", [(9.0, 3.0), (4.0, 4.0), (1.0, 0.0), (16.0, 1.0)])
-def test_nearly_all_batches_of_a_log_have_the_usual_capacity(mean, std):
+@pytest.mark.parametrize("usual", [1, 9_000, 16_000, 21_000, 22_000])
+def test_no_other_capacity_is_near_the_usual_one(usual):
     most = most_rows(LAST._replace(history=20), 1000)
-    sizes = capacities(most, 1000, mean, std)
-    assert sizes == sorted(set(sizes), reverse=True) and sizes[-1] == 128
-    assert sizes[0] == most
-    usual = min(x for x in sizes if x >= 1000 * mean + 2 * std * 1000**0.5)
-    assert usual < 1000 * mean + 2 * std * 1000**0.5 + 128
-    below = min(x for x in sizes if x > 1000 * mean - 3 * std * 1000**0.5)
-    assert below == usual
+    sizes = capacities(most, usual)
+    assert sizes == sorted(set(sizes), reverse=True) and sizes[0] == most
+    assert usual <= sizes[-1] < max(usual * 1.125 + 128, 129)
+    assert all(size > 1.125 * usual for size in sizes[:-1])
 
 
-def test_batches_of_a_log_have_one_shape_with_rare_exceptions():
-    lengths = tuple(np.random.default_rng(0).geometric(0.05, 40))
-    data = dataset(LAST._replace(history=40), users=lengths, split=1)
-    steps = range(data.num_batches(32) * 4)
-    places = [Position(*divmod(i, data.num_batches(32)), 0) for i in steps]
-    rows = [len(data.batch(x, 32, shuffle=True).events.ages) for x in places]
-    assert max(map(rows.count, rows)) >= 0.9 * len(rows)
+@pytest.mark.parametrize("layout", [LAST, ALL])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_batches_of_a_log_have_one_shape(layout, devices):
+    users = tuple(np.random.default_rng(0).integers(1, 45, 40).tolist())
+    data = dataset(layout._replace(history=30), users=users, split=1).over(devices)
+    size = 8
+    steps = data.num_batches(size)
+    assert steps > 3
+    places = [Position(*divmod(i, steps), 0) for i in range(4 * steps)]
+    batches = [data.batch(x, size, shuffle=True).events for x in places]
+    assert len({len(x.ages) for x in batches}) == 1
+    in_order = [data.batch(x, size, shuffle=False).events for x in places[:steps]]
+    assert len({len(x.ages) for x in in_order}) == 1
+
+
+def test_a_batch_has_an_example_of_each_range_of_lengths():
+    users = tuple(np.random.default_rng(0).integers(1, 45, 40).tolist())
+    data = dataset(LAST._replace(history=99), users=users, split=1)
+    size, count = 8, data.num_examples
+    events = [data.batch(Position(2, i, 5), size, shuffle=True) for i in range(6)]
+    lengths = np.stack([np.sort(np.diff(x.events.offsets)) for x in events])
+    whole_log = np.sort(np.diff(whole(data).events.offsets))
+    bounds = np.arange(size + 1) * count // size
+    assert (lengths >= whole_log[bounds[:-1]]).all()
+    assert (lengths <= whole_log[bounds[1:] - 1]).all()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("batch_size", [4, 7, 64])
+def test_each_example_is_in_an_epoch_once(batch_size, shuffle):
+    data = dataset(LAST, users=(30, 20, 1), split=1)
+    items = []
+    for step in range(data.num_batches(batch_size)):
+        batch = data.batch(Position(1, step, 3), batch_size, shuffle=shuffle)
+        real = batch.weights > 0
+        assert real.all() or step == data.num_batches(batch_size) - 1
+        items += ids_of_labels(batch)[real, 1].tolist()
+    assert sorted(items) == sorted(ids_of_labels(whole(data))[:, 1].tolist())
 
 
 def test_batches_of_other_shapes_are_no_call():
-    data = dataset(LAST)
-    small, large = (data.batch(Position(0, 0, 0), n, shuffle=False) for n in (2, 200))
+    small, large = whole(dataset(LAST)), whole(dataset(LAST, users=(99, 99)))
     pairs = [(Position(0, i, 0), small) for i in range(3)]
     assert alike(pairs) == [pairs]
     mixed = [*pairs, (Position(0, 3, 0), large)]
@@ -287,11 +314,11 @@ def test_devices_have_the_sequences_of_a_batch_and_equally_many(layout):
 
 
 def test_each_device_has_its_share_of_the_most_rows():
-    layout = LAST._replace(history=100, limit=4 * 256)
+    layout = LAST._replace(history=100, limit=4 * 128)
     data = dataset(layout, users=[120] * 8, split=1).over(4)
     batch = data.batch(Position(0, 0, 0), 16, shuffle=True)
     for part in parts_of(batch, 4):
-        assert part.events.offsets[-1] <= len(part.events.ids) == 256
+        assert part.events.offsets[-1] <= len(part.events.ids) == 128
     assert data.left_out > 0
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loka_jax.data import Part, Position, Schema
-from loka_jax.data.reader import ShardDataset, key_of, permute, record_dtype_of
+from loka_jax.data.reader import ShardDataset, draw, key_of, permute, record_dtype_of
 
 START = Position(0, 0, 0)
 
@@ -141,6 +141,28 @@ def test_every_index_comes_exactly_once(size):
     assert len(np.unique(out)) == len(out) and out.min() >= 0
     assert size // 2 <= out.max() < size
     assert np.array_equal(permute(index[-9:], size, key_of(1, 2)), out[-9:])
+
+
+def test_indices_of_several_permutations_have_their_own_sizes():
+    size, keys = np.array([1, 2, 5, 8]), np.arange(4, dtype=np.uint64)
+    index = [np.arange(own) for own in size]
+    out = permute(np.concatenate(index), np.repeat(size, size), np.repeat(keys, size))
+    for own, images in zip(index, np.split(out, np.cumsum(size)[:-1]), strict=True):
+        assert np.array_equal(np.sort(images), own)
+
+
+@pytest.mark.parametrize("count", [50, 49, 43, 7, 3])
+def test_a_batch_has_one_example_of_each_stratum_and_an_epoch_all(count):
+    bounds, found = np.arange(8) * count // 7, []
+    for step in range(-(-count // 7)):
+        index, is_real = draw(key_of(4, 2), step, 7, count)
+        ranks = (index - bounds[:-1])[is_real]
+        assert (ranks >= 0).all() and (index < bounds[1:])[is_real].all()
+        if count >= 43 and is_real.all():
+            assert len(set(ranks.tolist())) > 1
+        assert is_real.all() or step == (count - 1) // 7
+        found += index[is_real].tolist()
+    assert sorted(found) == list(range(count))
 
 
 def test_order_is_the_same_forever():

@@ -41,7 +41,7 @@ ONETRANS = OneTrans(
     [
         # Batches of one or two shapes, as each shape takes a program.
         (INTERFORMER, dict(examples=14_000, batch_size=256, row_capacity=1408)),
-        (ONETRANS, dict(examples=20_000, batch_size=48, targets="all")),
+        (ONETRANS, dict(examples=20_000, batch_size=24, targets="all")),
     ],
     ids=["InterFormer", "OneTrans"],
 )
