@@ -5,9 +5,9 @@ an event, and its history the events of its user that are strictly earlier: neve
 of the same time, whose order nobody knows. Where a sequence has several examples
 (`targets="all"`), two events of a user may not have one time.
 
-Of examples in the order of their lengths, a batch has one of each of B equal ranges, so
-that all batches have about equally many rows: one program serves them, and few of its
-rows are padding. Those of a stream come in the order of time.
+Batches are stratified: of the examples in the order of their lengths a batch has one of
+each of B equal ranges, so that all batches have about equally many rows: one program
+serves them, and few of its rows are padding. A stream comes in the order of time.
 
 The log is held in memory. E is the number of events, B that of sequences in a batch.
 """
@@ -32,7 +32,7 @@ from loka_jax.data.batch import (
 )
 from loka_jax.data.capacities import capacities, ladder, most_rows
 from loka_jax.data.config import DataConfig
-from loka_jax.data.reader import draw, key_of
+from loka_jax.data.reader import key_of, stratified
 from loka_jax.data.sequences import (
     Arrays,
     EventLog,
@@ -167,7 +167,7 @@ class EventDataset(Dataset):
         index, is_real = places % count, places < count
         if not self.is_stream:
             key = key_of(seed, epoch) if shuffle else key_of()
-            index, is_real = draw(key, step, batch_size, count)
+            index, is_real = stratified(key, step, batch_size, count)
             order = np.lexsort((self._log.row[self._anchors[index]], ~is_real))
             index, is_real = index[order], is_real[order]
         starts, stops = self._events_of(index)

@@ -198,14 +198,13 @@ def permute(
     return out.astype(np.int64)
 
 
-def draw(
+def stratified(
     epoch: np.uint64, step: int, batch_size: int, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the examples of a batch, one of each stratum, and which of them there are.
+    """Returns the examples of a batch, one of each stratum, and which are no padding.
 
-    Of `count` examples in some order the i-th of `batch_size` equal ranges is stratum i,
-    of which each step of an epoch takes another example. All are taken once in an epoch;
-    in the last step strata that are smaller by one have none.
+    The strata are `batch_size` equal ranges of the `count` examples. An epoch takes
+    each example once; its last batch has none of the strata that are smaller by one.
 
     Args:
         epoch: the key of its permutations.

@@ -69,8 +69,7 @@ def make_log(
     if are_lists:
         is_example, events["user"] = rows_of_lists(events)
     split = np.repeat(np.arange(len(splits)), [len(part) for part in splits])
-    keys = (events["time"], events["user"]) + (split,) * apart
-    order = np.lexsort(keys)  # stable
+    order = np.lexsort((events["time"], events["user"]) + (split,) * apart)  # stable
     events, split, is_example = events[order], split[order], is_example[order]
     is_new_user = np.diff(events["user"], prepend=events["user"][0] + 1) != 0
     is_new_user |= apart & (np.diff(split, prepend=0) != 0)
@@ -198,11 +197,10 @@ def rows_of(sequences: Sequences, layout: Layout) -> Rows:
     step, half = np.divmod(place - layout.contexts, layout.rows_of_event)
     event = sequences.starts[sequence] + np.maximum(step, 0)
     is_event = step >= 0
-    is_candidate = is_event & (layout.rows_of_event == 2) & (half == 0)
     is_last = place >= (lengths - sequences.num_candidates)[sequence]
     if sequences.candidates is not None:
         event[is_last] = sequences.candidates
-    is_candidate |= is_last
+    is_candidate = is_last | (is_event & (layout.rows_of_event == 2) & (half == 0))
     return Rows(sequence, place, event, is_event, is_candidate, is_last, offsets)
 
 
@@ -337,8 +335,8 @@ def candidate_batches(
     lengths = layout.contexts + groups.counts * layout.rows_of_event + groups.sizes
     for part in _parts(groups.sizes, lengths, largest):
         own = _Groups(*(x[part] for x in groups))
-        numbers = np.arange(own.first[0], own.first[-1] + own.sizes[-1])
-        need = Shape(int(lengths[part].sum()), len(own.first), len(numbers))
+        numbers = np.concatenate([*map(np.arange, own.first, own.first + own.sizes)])
+        need = Shape(int(lengths[part].sum()), len(part), len(numbers))
         shape = next(shape for shape in shapes if np.less_equal(need, shape).all())
         size = shape.sequences
         sequences = Sequences(
@@ -363,11 +361,10 @@ def _grouped(past: np.ndarray, new: np.ndarray, layout: Layout, most: int) -> _G
     _, time = np.unique(
         np.concatenate([past["time"], new["time"]]), return_inverse=True
     )
-    users, user = np.unique(
+    _, user = np.unique(
         np.concatenate([past["user"], new["user"]]), return_inverse=True
     )
-    keys = user * (time.max(initial=0) + 1) + time
-    of_past, of_new = keys[: len(past)], keys[len(past) :]
+    of_past, of_new = np.split(user * (time.max(initial=0) + 1) + time, [len(past)])
     is_first = np.diff(of_new, prepend=-1) != 0
     run = np.maximum.accumulate(np.where(is_first, np.arange(len(new)), 0))
     is_first |= (np.arange(len(new)) - run) % most == 0
@@ -376,21 +373,24 @@ def _grouped(past: np.ndarray, new: np.ndarray, layout: Layout, most: int) -> _G
     begins = np.searchsorted(user[: len(past)], user[len(past) + first])
     # Models of windows have learned from the rows of a candidate's answers, too.
     counts = np.minimum(ends - begins, layout.history - layout.is_all)
-    sizes = np.diff(first, append=len(new))
-    return _Groups(first, sizes, ends - counts, counts)
+    return _Groups(first, np.diff(first, append=len(new)), ends - counts, counts)
 
 
-def _parts(sizes: np.ndarray, lengths: np.ndarray, largest: Shape) -> Iterator[slice]:
-    """Yields the groups of each batch."""
-    start, candidates, rows = 0, 0, 0
-    for at, (size, length) in enumerate(zip(sizes, lengths, strict=True)):
-        need = Shape(rows + length, at - start + 1, candidates + size)
-        if np.greater(need, largest).any():
-            yield slice(start, at)
-            start, candidates, rows = at, 0, 0
-        candidates, rows = candidates + size, rows + length
-    if start < len(sizes):
-        yield slice(start, len(sizes))
+def _parts(sizes, lengths, largest: Shape) -> Iterator[np.ndarray]:
+    """Yields the groups of each batch, of all lengths: batches of few shapes."""
+    needs = np.stack([lengths, np.ones_like(sizes), sizes], axis=1)
+    count = int(np.ceil(needs.sum(axis=0) / largest).max())
+    turn, place = np.divmod(np.arange(len(sizes)), count)
+    batch = np.abs(place - turn % 2 * (count - 1))  # to and fro
+    order = np.argsort(-lengths, kind="stable")[np.argsort(batch, kind="stable")]
+    for some in np.split(order, np.cumsum(np.bincount(batch))[:-1]):
+        start, used = 0, 0
+        for at, need in enumerate(needs[some]):
+            if np.greater(used + need, largest).any():
+                yield some[start:at]
+                start, used = at, 0
+            used = used + need
+        yield some[start:]
 
 
 def _padded(values: np.ndarray, count: int, fill) -> np.ndarray:

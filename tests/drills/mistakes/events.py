@@ -74,6 +74,13 @@ MISTAKES = [
         "unit/data/events_test.py",
     ),
     Mistake(
+        "batches of candidates have the histories of one user after another",
+        SEQUENCES,
+        'np.argsort(-lengths, kind="stable")[np.argsort(batch, kind="stable")]',
+        "np.arange(len(sizes))",
+        "unit/data/candidates_test.py",
+    ),
+    Mistake(
         "a candidate has its actions",
         SEQUENCES,
         "    ids[rows.is_candidate, ids.shape[1] - layout.actions :] = 0\n",

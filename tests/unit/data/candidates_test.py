@@ -105,7 +105,19 @@ def test_more_candidates_than_a_batch_takes_are_of_several():
     sizes = {batch.weights.shape for batch, _ in batches}
     assert sizes == {(MOST_CANDIDATES,)}
     users = records_of(*[(i, 1, i, NEW) for i in range(9)])
-    assert [len(own) for _, own in batches_of(users, LAST, 4)] == [*(4, 4, 1)]
+    assert [len(own) for _, own in batches_of(users, LAST, 4)] == [*(3, 3, 3)]
+
+
+def test_batches_of_candidates_have_histories_of_all_lengths():
+    users = np.random.default_rng(0).integers(1, 200, 64)
+    rows = [(u, t, t, 1) for u, count in enumerate(users) for t in range(count)]
+    rows += [(u, 999, 999, NEW) for u in range(len(users))]
+    layout, records = LAST._replace(history=200), records_of(*rows)
+    is_new = are_candidates(records)
+    shapes = [Shape(rows, 8, MOST_CANDIDATES) for rows in range(128, 2048, 128)]
+    batches = candidate_batches(records[~is_new], records[is_new], layout, shapes)
+    rows = [int(arrays.events[4][-1]) for arrays, *_ in batches]
+    assert len(rows) == 8 and max(rows) < 1.2 * min(rows)
 
 
 def test_each_candidate_has_a_history_of_its_own_if_it_changes_its_rows():
@@ -142,5 +154,5 @@ def test_a_batch_has_the_smallest_shape_that_holds_it_and_no_more_than_the_large
         found += numbers.tolist()
         batches.append((shape.rows, len(numbers)))
     assert sorted(found) == list(range(42))
-    # Users 0; 1 with four events; 1 again; and those after it, with a context each.
-    assert batches == [(8, 1), (24, 19), (24, 15), (16, 7)]
+    # User 1 with four events fills one; again, beside four others; and the rest.
+    assert batches == [(24, 19), (8, 4), (24, 15), (8, 4)]

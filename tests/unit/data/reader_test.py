@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from loka_jax.data import Part, Position, Schema
-from loka_jax.data.reader import ShardDataset, draw, key_of, permute, record_dtype_of
+from loka_jax.data.reader import (
+    ShardDataset,
+    key_of,
+    permute,
+    record_dtype_of,
+    stratified,
+)
 
 START = Position(0, 0, 0)
 
@@ -155,7 +161,7 @@ def test_indices_of_several_permutations_have_their_own_sizes():
 def test_a_batch_has_one_example_of_each_stratum_and_an_epoch_all(count):
     bounds, found = np.arange(8) * count // 7, []
     for step in range(-(-count // 7)):
-        index, is_real = draw(key_of(4, 2), step, 7, count)
+        index, is_real = stratified(key_of(4, 2), step, 7, count)
         ranks = (index - bounds[:-1])[is_real]
         assert (ranks >= 0).all() and (index < bounds[1:])[is_real].all()
         if count >= 43 and is_real.all():
