@@ -92,6 +92,16 @@ QUALITY = {
             "NE over bfloat16's": difference("arms.{0}.ne.minus_first", 4),
         },
     ),
+    "assistments_2015": Table(
+        file="assistments_2015_folds_h200",
+        first="AUC on fold",
+        rows="0; 1; 2; 3",
+        columns=numbers(
+            "folds.{0}.runs.$.final_eval.auc",
+            "bfloat16 = bf16; FP8 = fp8*",
+            digits=4,
+        ),
+    ),
     "tasks": Table(
         file="tasks_movielens_cpu",
         first="NE minus that of a model for the label",

@@ -230,11 +230,22 @@ SPEED = {
         },
     ),
     "jagged_attention": Table(
-        file="jagged_attention_h200",
-        first="rows of sequences",
-        rows="8 of 4,096, forward = m | forward; both ways = m | both; "
-        "32 of differing lengths, forward = m_log_normal | forward; "
-        "both ways  = m_log_normal | both",
+        file="{2}_h200",
+        first="size of heads, rows of sequences",
+        rows="128, 8 of 4,096, forward = m | forward | jagged_attention; "
+        "both ways = m | both | jagged_attention; "
+        "128, 32 of differing lengths, forward = "
+        "m_log_normal | forward | jagged_attention; "
+        "both ways  = m_log_normal | both | jagged_attention; "
+        "256, 8 of 4,096, forward = h256 | forward | jagged_attention_heads; "
+        "both ways   = h256 | both | jagged_attention_heads; "
+        "64, 64 of 512, forward = h64 | forward | jagged_attention_heads; "
+        "both ways    = h64 | both | jagged_attention_heads; "
+        "64, 64 of differing lengths, forward = "
+        "h64_log_normal | forward | jagged_attention_heads; "
+        "both ways     = h64_log_normal | both | jagged_attention_heads; "
+        "64, 37 of 0 to 777, forward = h64_odd | forward | jagged_attention_heads; "
+        "both ways      = h64_odd | both | jagged_attention_heads",
         columns=numbers(
             "rows.case={0}.forms.$ {1}.us",
             "XLA, dense, us = xla dense; XLA, in blocks = xla jagged; "
