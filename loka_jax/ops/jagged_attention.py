@@ -15,7 +15,8 @@ its own, one for each direction of the scores, which sum in a fixed order: resul
 not differ between runs.
 
 `attend` takes rows that one product has returned as they lie, see `Qkv`: kernels read
-q, k and v from its columns, and write their gradients to those of its gradient.
+q, k and v from its columns, and write their gradients to those of its gradient. Heads
+of a size that they do not serve get columns of zeros first, which change no result.
 """
 
 import functools
@@ -27,7 +28,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from loka_jax import checked, fp8, jagged
-from loka_jax.heads import Heads, Qkv
+from loka_jax.heads import Heads, Qkv, widened
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Rule, Visibility
 from loka_jax.mapped import by_kernel, equally_varying
 from loka_jax.ops.device import Device
@@ -84,7 +85,8 @@ def plan_jagged_attention(
     from loka_jax.pallas import jagged_attention as kernel
 
     q, _, v = rows.parts()
-    problem = kernel.Problem(heads=q.count, size=q.size, value_size=v.size)
+    size = kernel.served_size(q.size, v.size)
+    problem = kernel.Problem(heads=q.count, size=size, value_size=size)
     reason = kernel.why_not(problem) or checked.why_wrong("jagged_attention")
     if is_fp8 and reason is None:
         plan = plan._replace(why_not_fp8=checked.why_wrong("jagged_attention_fp8"))
@@ -146,13 +148,26 @@ def attend(
     _check(offsets, rule, max_length)
     visible = jagged.visibility(offsets, len(rows.arrays[0]), rule)
     given = rows
-    if plan.why_xla is not None:  # which joins slices with what writes and reads them
+    if plan.why_xla is None:
+        rows = _as_served(rows)
+    else:  # XLA joins slices with what writes and reads them
         rows = Qkv.of(*(x.alone() for x in rows.parts()))
     leaves, tree = jax.tree.flatten((rows, visible))
     rows, visible = jax.tree.unflatten(tree, equally_varying(*leaves))
     result: Any = _attention(_Static(scale, max_length, plan), rows, visible)
     u, out = result
-    return (given.u if u is None else u), out
+    return (given.u if u is None else u), out[..., : given.v_dim]
+
+
+def _as_served(rows: Qkv) -> Qkv:
+    """Returns rows whose heads have a size that kernels serve."""
+    from loka_jax.pallas import jagged_attention as kernel
+
+    parts = rows.parts()
+    sizes = {x.size for x in parts}
+    if sizes == {size := kernel.served_size(*sizes)}:
+        return rows
+    return Qkv.of(*(widened(x.alone(), size) for x in parts))
 
 
 def forward_errors(

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from loka_jax import checked
+from loka_jax.heads import widened
 from loka_jax.jagged import Visibility
 from loka_jax.mapped import by_kernel, equally_varying
 from loka_jax.ops.device import Device
@@ -64,8 +65,8 @@ def plan_softmax_attention(
     # With Mosaic GPU, which a CPU has no use for.
     from loka_jax.pallas import jagged_softmax as kernel
 
-    (_, heads, size), value_size = q.shape, v.shape[2]
-    problem = kernel.Problem(heads=heads, size=size, value_size=value_size)
+    size = kernel.served_size(q.shape[2], v.shape[2])
+    problem = kernel.Problem(heads=q.shape[1], size=size, value_size=size)
     reason = kernel.why_not(problem) or checked.why_wrong("jagged_softmax")
     return SoftmaxPlan(reason, device.interpret)
 
@@ -102,8 +103,19 @@ def softmax_attention(
             f"d_qk], [{keys}, heads, d_qk] and [{keys}, heads, d_v]."
         )
     q, k, v, *leaves = equally_varying(q, k, v, *jax.tree.leaves(visible))
-    visible = jax.tree.unflatten(jax.tree.structure(visible), leaves)
-    return _attention(_Static(scale, plan), q, k, v, visible)
+    visible, size = jax.tree.unflatten(jax.tree.structure(visible), leaves), v.shape[2]
+    if plan.why_xla is None:
+        q, k, v = _as_served(q, k, v)
+    out: Any = _attention(_Static(scale, plan), q, k, v, visible)
+    return out[..., :size]
+
+
+def _as_served(*operands: Array) -> list[Array]:
+    """Returns heads of a size that kernels serve, with columns of zeros."""
+    from loka_jax.pallas import jagged_softmax as kernel
+
+    size = kernel.served_size(*(x.shape[2] for x in operands))
+    return [x if x.shape[2] == size else widened(x, size) for x in operands]
 
 
 class _Static(NamedTuple):

@@ -38,10 +38,12 @@ from loka_jax.pallas.jagged_attention_layout import (
     Problem,
     TuningConfig,
     search_space,
+    served_size,
     why_not,
 )
 
-__all__ = ["Problem", "TuningConfig", "attend", "gradients", "search_space", "why_not"]
+__all__ = ["Problem", "TuningConfig", "attend", "gradients", "search_space"]
+__all__ += ["served_size", "why_not"]
 
 
 def attend(

@@ -220,6 +220,11 @@ class Task(NamedTuple):
         return (block >= self.full_first) & (block < self.full_last)
 
 
+def served_size(*sizes: int) -> int:
+    """Returns the least size served that holds heads of these, or theirs if none."""
+    return min((x for x in SIZES if x >= max(sizes)), default=max(sizes))
+
+
 def why_not(problem: Problem) -> str | None:
     """Returns why a problem is not served, or None if it is."""
     p = problem

@@ -20,8 +20,8 @@ CPU = Device(platform="cpu")
         ((64, 64), "bfloat16", 0.1, HOPPER, None),
         ((64, 64), "bfloat16", 0.1, CPU, "no Hopper GPU"),
         ((64, 64), "float32", 0.1, HOPPER, "rows in float32"),
-        ((32, 32), "bfloat16", 0.1, HOPPER, "heads of size 32, not 64, 128, 256"),
-        ((64, 32), "bfloat16", 0.1, HOPPER, "size 64 in q and k, and 32 in v"),
+        ((32, 48), "bfloat16", 0.1, HOPPER, None),
+        ((64, 264), "bfloat16", 0.1, HOPPER, "heads of size 264, not 64, 128, 256"),
         ((64, 64), "bfloat16", -1.0, HOPPER, "scores times -1.0"),
     ],
 )

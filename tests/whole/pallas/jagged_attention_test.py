@@ -56,6 +56,7 @@ def both_ways(case, operands, interpret):
         ("window", 256, True),
         ("all", 64, True),
         ("more than there are", 64, False),
+        ("candidates", 48, True),
     ],
 )
 def test_output_and_gradients_are_those_of_the_equation(

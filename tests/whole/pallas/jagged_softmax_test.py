@@ -112,9 +112,10 @@ def test_queries_may_be_other_rows_than_keys(interpret):
     check(visible, mask, (q, k, v, g), interpret)
 
 
-def test_the_operation_runs_by_kernels_where_they_serve_it(interpret):
+@pytest.mark.parametrize("size", [64, 20])
+def test_the_operation_runs_by_kernels_where_they_serve_it(size, interpret):
     case = CASES["causal"]
-    operands = operands_of(case.num_rows, 64)
+    operands = operands_of(case.num_rows, size)
     function = functools.partial(
         nn.jagged_softmax_attention, offsets=jnp.asarray(case.offsets), scale=SCALE
     )
