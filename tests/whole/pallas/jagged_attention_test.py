@@ -205,6 +205,14 @@ def test_the_ends_of_the_search_space_lower(size, kind, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_heads_of_32_on_a_gpu_are_those_of_the_equation(name):
+    case = CASES[name]
+    operands = attention.operands_of(case.num_rows, 2, 32, jnp.bfloat16)
+    attention.assert_exact(both_ways(case, operands, None), case, operands, **HOW)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_a_thousand_launches_agree(size):
     case = Case((777, 0, 333, 1000), 3)
