@@ -217,7 +217,7 @@ def _sequences(config: DataConfig) -> dict:
     if not config.is_log:
         return {}
     options = {name: getattr(config, name) for name in SEQUENCE_SETTINGS}
-    return {"sequences": options | {"batches": "of all lengths"}}
+    return {"sequences": options | {"stratified": not config.stream}}
 
 
 def _open_planted_events(config: DataConfig, seed: int) -> Splits:
