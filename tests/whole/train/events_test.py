@@ -16,7 +16,7 @@ from loka_jax.dispatch.header import header_here
 from loka_jax.dispatch.policy import Limits
 from loka_jax.dispatch.table import ATTENTION, Entry
 from loka_jax.fp8 import E4M3
-from loka_jax.heads import Heads
+from loka_jax.heads import Heads, Qkv
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD
 from loka_jax.models import Hstu
 from loka_jax.ops import jagged_attention as ops
@@ -126,8 +126,7 @@ def ran(monkeypatch, tmp_path):
         how = dict(interpret=interpret, visible=visible) | how
         (dq,) = attend(BY_QUERY, (q, g), (k, v), **how)
         dk, dv = attend(BY_KEY, (k, v), (q, g), **how)
-        columns = [rows.u, *(x.reshape(len(x), -1) for x in (dv, dq, dk))]
-        return dataclasses.replace(rows, arrays=(jnp.concatenate(columns, axis=1),))
+        return Qkv.of(dq, dk, dv)  # of heads with columns of zeros
 
     found = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # runs keep their errors there
