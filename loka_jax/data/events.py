@@ -148,20 +148,22 @@ class EventDataset(Dataset):
         """
         layout, size = self._layout, batch_size // self.devices
         most = most_rows(layout, size, self.devices)
-        chosen = self._chosen(position, batch_size, shuffle)
-        dealings = dealt(chosen.stops - chosen.starts, self.devices)
-        need, usual = self._need(chosen, dealings), self._usual_rows(batch_size)
+        chosen = self._dealt(position, batch_size, shuffle)
+        need, usual = self._need(chosen), self._usual_rows(batch_size)
         if self.is_stream:  # as if it were full, so that the last one has no program
-            need = need * batch_size // int(chosen.is_real.sum())
+            need = need * batch_size // sum(int(x.is_real.sum()) for x in chosen)
         need = min(max(need, usual), most)
         sizes = capacities(most, usual) if shuffle and usual else ladder(most)
         capacity = min(rows for rows in sizes if rows >= need)
         shape = Shape(capacity, size, layout.targets(size, capacity))
-        parts = [self._fitting(chosen.part(at), most) for at in dealings]
+        parts = [self._fitting(one, most) for one in chosen]
         own = [self._laid_out(parts[i], shape) for i in part.rows(self.devices)]
         return jax.tree.map(lambda *arrays: np.concatenate(arrays), *own)
 
-    def _chosen(self, position: Position, batch_size: int, shuffle: bool) -> "_Chosen":
+    def _dealt(
+        self, position: Position, batch_size: int, shuffle: bool
+    ) -> list["_Chosen"]:
+        """Returns the sequences of the part of a batch on each device."""
         count, (epoch, step, seed) = self.num_examples, position
         places = np.asarray(examples_of(self, position, batch_size, WHOLE))
         index, is_real = places % count, places < count
@@ -172,13 +174,14 @@ class EventDataset(Dataset):
             index, is_real = index[order], is_real[order]
         starts, stops = self._events_of(index)
         starts = np.where(is_real, starts, stops)
-        return _Chosen(self._anchors[index], starts, stops, is_real)
+        chosen = _Chosen(self._anchors[index], starts, stops, is_real)
+        return [chosen.part(at) for at in dealt(stops - starts, self.devices)]
 
-    def _need(self, chosen: "_Chosen", dealings: Int[np.ndarray, "G b"]) -> int:
+    def _need(self, chosen: list["_Chosen"]) -> int:
         """Returns the most rows of the parts of a batch."""
-        rows = (chosen.stops - chosen.starts) * self._layout.rows_of_event
-        rows = rows + np.where(chosen.is_real, self._fixed_rows, 0)
-        return int(rows[dealings].sum(axis=1).max())
+        of_event, fixed = self._layout.rows_of_event, self._fixed_rows
+        rows = ((x.stops - x.starts) * of_event + x.is_real * fixed for x in chosen)
+        return max(int(own.sum()) for own in rows)
 
     @property
     def _fixed_rows(self) -> int:
@@ -191,11 +194,9 @@ class EventDataset(Dataset):
             return 0
         if batch_size in self._usual:
             return self._usual[batch_size]
-        full, needs = max(self.num_examples // batch_size, 1), []
-        for i in range(_SAMPLED):
-            chosen = self._chosen(Position(i, i % full, 0), batch_size, True)
-            dealings = dealt(chosen.stops - chosen.starts, self.devices)
-            needs.append(self._need(chosen, dealings))
+        full = max(self.num_examples // batch_size, 1)
+        places = (Position(i, i % full, 0) for i in range(_SAMPLED))
+        needs = [self._need(self._dealt(x, batch_size, True)) for x in places]
         usual = math.ceil(np.mean(needs) + _STDS * np.std(needs))
         self._usual[batch_size] = usual
         return usual
