@@ -8,16 +8,10 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 _STATIC: dict[str, Any] = dict(metadata=dict(static=True))
-
-
-def widened(rows: Float[Array, "C h d"], size: int) -> Float[Array, "C h size"]:
-    """Returns heads with columns of zeros after their own."""
-    return jnp.pad(rows, ((0, 0), (0, 0), (0, size - rows.shape[2])))
 
 
 @jax.tree_util.register_dataclass

@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from loka_jax import checked, fp8, jagged
-from loka_jax.heads import Heads, Qkv, widened
+from loka_jax.heads import Heads, Qkv
 from loka_jax.jagged import BY_KEY, BY_QUERY, FORWARD, Rule, Visibility
 from loka_jax.mapped import by_kernel, equally_varying
 from loka_jax.ops.device import Device
@@ -165,9 +165,9 @@ def _as_served(rows: Qkv) -> Qkv:
 
     parts = rows.parts()
     sizes = {x.size for x in parts}
-    if sizes == {size := kernel.served_size(*sizes)}:
+    if sizes == {kernel.served_size(*sizes)}:
         return rows
-    return Qkv.of(*(widened(x.alone(), size) for x in parts))
+    return Qkv.of(*kernel.widened(*(x.alone() for x in parts)))
 
 
 def forward_errors(

@@ -18,7 +18,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from loka_jax import checked
-from loka_jax.heads import widened
 from loka_jax.jagged import Visibility
 from loka_jax.mapped import by_kernel, equally_varying
 from loka_jax.ops.device import Device
@@ -105,17 +104,11 @@ def softmax_attention(
     q, k, v, *leaves = equally_varying(q, k, v, *jax.tree.leaves(visible))
     visible, size = jax.tree.unflatten(jax.tree.structure(visible), leaves), v.shape[2]
     if plan.why_xla is None:
-        q, k, v = _as_served(q, k, v)
+        from loka_jax.pallas import jagged_softmax as kernel
+
+        q, k, v = kernel.widened(q, k, v)
     out: Any = _attention(_Static(scale, plan), q, k, v, visible)
     return out[..., :size]
-
-
-def _as_served(*operands: Array) -> list[Array]:
-    """Returns heads of a size that kernels serve, with columns of zeros."""
-    from loka_jax.pallas import jagged_softmax as kernel
-
-    size = kernel.served_size(*(x.shape[2] for x in operands))
-    return [x if x.shape[2] == size else widened(x, size) for x in operands]
 
 
 class _Static(NamedTuple):

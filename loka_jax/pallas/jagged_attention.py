@@ -40,10 +40,11 @@ from loka_jax.pallas.jagged_attention_layout import (
     search_space,
     served_size,
     why_not,
+    widened,
 )
 
 __all__ = ["Problem", "TuningConfig", "attend", "gradients", "search_space"]
-__all__ += ["served_size", "why_not"]
+__all__ += ["served_size", "why_not", "widened"]
 
 
 def attend(

@@ -225,6 +225,13 @@ def served_size(*sizes: int) -> int:
     return min((x for x in SIZES if x >= max(sizes)), default=max(sizes))
 
 
+def widened(*operands: jax.Array) -> list[jax.Array]:
+    """Returns heads [C, h, d] of a size that is served, with columns of zeros."""
+    sizes = [x.shape[2] for x in operands]
+    each = zip(operands, (served_size(*sizes) - x for x in sizes), strict=True)
+    return [jnp.pad(x, ((0, 0), (0, 0), (0, more))) if more else x for x, more in each]
+
+
 def why_not(problem: Problem) -> str | None:
     """Returns why a problem is not served, or None if it is."""
     p = problem

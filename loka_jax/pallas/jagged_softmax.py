@@ -28,10 +28,11 @@ from loka_jax.pallas.jagged_attention_layout import (
     search_space,
     served_size,
     why_not,
+    widened,
 )
 
 __all__ = ["Problem", "TuningConfig", "backward", "forward", "search_space"]
-__all__ += ["served_size", "why_not"]
+__all__ += ["served_size", "why_not", "widened"]
 
 
 def forward(
