@@ -23,6 +23,7 @@ from loka_jax.pallas.tiles import ROWS
 BF16 = jnp.bfloat16
 SIZES = (64, 128, 256)  # of heads
 _SPARE_REGISTERS = 40  # of a thread, besides accumulators
+_MOST_RANKED = 512  # tiles: a sort and a gather are slower than n^2 comparisons
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,9 +194,15 @@ def task_table(layout: LaunchLayout, visible: Visibility) -> jax.Array:
         fixed=layout.tile,
         streamed=layout.config.block,
     )
-    tile = jnp.arange(len(visits.count), dtype=jnp.int32)
-    order = jnp.argsort(-visits.count, stable=True)
-    return jnp.stack([tile, *visits], axis=1)[order]
+    count = len(visits.count)
+    tile = jnp.arange(count, dtype=jnp.int32)
+    table = jnp.stack([tile, *visits], axis=1)
+    if count > _MOST_RANKED:
+        return table[jnp.argsort(-visits.count, stable=True)]
+    key = visits.count * count - tile  # distinct
+    place = jnp.sum(jnp.where(key > key[:, None], 1, 0), axis=1)
+    is_there = place[:, None] == tile
+    return jnp.sum(jnp.where(is_there[..., None], table[:, None], 0), axis=0)
 
 
 class Task(NamedTuple):
