@@ -11,17 +11,20 @@ with the other bound; and TWEO's loss term alone. The rates are those of the den
 parameters, times each factor. Options after `--` are passed to every run.
 
 Of each run there are the step of its last log line, whether its loss diverged there and
-what was said, the NE of log lines and evaluations by step. Its folder is kept. The same
-command makes the runs that the file lacks.
+what was said, the NE of log lines and evaluations by step, and the alarms of Probe's
+monitors (`--probe.every` after `--`): step, site, sentence. Its folder is kept. The
+same command makes the runs that the file lacks.
 """
 
 import dataclasses
 import itertools
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import tyro
@@ -40,6 +43,7 @@ Form = Literal[
     "tweo",
 ]
 _FAILED = 1  # the exit code of a run that diverged
+_ALARM = re.compile(r"step ([\d,]+): (\S+): (.+)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,7 @@ class Arguments(results.Options):
         recipes: of all sites.
         factors: of the configuration's learning rate.
         seeds: their number.
+        jobs: runs at a time.
     """
 
     folder: pathlib.Path
@@ -61,6 +66,7 @@ class Arguments(results.Options):
     recipes: tuple[str, ...] = ("bf16", "fp8_tensorwise_delayed")
     factors: tuple[float, ...] = (1, 4, 16, 64)
     seeds: int = 1
+    jobs: int = 1
 
 
 type Case = tuple[int, str, str, Form, float]  # seed, config, recipe, form, factor
@@ -111,6 +117,11 @@ def run_once(case: Case, folder: pathlib.Path, extra: list[str]) -> dict[str, An
         "said": said if has_failed else None,
         "train_ne": {line["step"]: line["ne"] for line in run.train},
         "valid_ne": {x["step"]: x["ne"] for x in run.evals if x["split"] == "valid"},
+        "alarms": [
+            (int(alarm[1].replace(",", "")), alarm[2], alarm[3])
+            for line in done.stdout.splitlines()
+            if (alarm := _ALARM.fullmatch(line))
+        ],
     }
 
 
@@ -123,11 +134,13 @@ def main(arguments: Arguments, extra: list[str]) -> None:
     a = arguments
     cases = itertools.product(range(a.seeds), a.configs, a.recipes, a.forms, a.factors)
     cases = [case for case in cases if [*case] not in known]
-    for case in results.in_time(cases, result, arguments):
-        run = run_once(case, arguments.folder, extra)
-        result["runs"].append(run)
-        end = "ended well" if run["diverged_at"] is None else "diverged"
-        print(*case, end, "at step", run["steps"], flush=True)
+    with ThreadPoolExecutor(a.jobs) as pool:
+        groups = itertools.batched(cases, a.jobs)
+        for group in results.in_time(groups, result, arguments):
+            for run in pool.map(lambda case: run_once(case, a.folder, extra), group):
+                result["runs"].append(run)
+                end = "ended well" if run["diverged_at"] is None else "diverged"
+                print(*run["case"], end, "at step", run["steps"], flush=True)
 
 
 if __name__ == "__main__":
