@@ -200,8 +200,8 @@ def task_table(layout: LaunchLayout, visible: Visibility) -> jax.Array:
     if count > _MOST_RANKED:
         return table[jnp.argsort(-visits.count, stable=True)]
     key = visits.count * count - tile  # distinct
-    place = jnp.sum(jnp.where(key > key[:, None], 1, 0), axis=1)
-    is_there = place[:, None] == tile
+    place = jnp.sum(jnp.where(key[None] > key[:, None], 1, 0), axis=1)
+    is_there = place[:, None] == tile[None]
     return jnp.sum(jnp.where(is_there[..., None], table[:, None], 0), axis=0)
 
 
