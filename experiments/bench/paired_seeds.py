@@ -42,7 +42,7 @@ METRICS = ("auc", "logloss", "ne", "calibration")
 # Of the summary of a run: what is kept of each, and what all have alike.
 _OF_A_RUN = ("final_eval", "steps", "seconds", "skipped_steps", "best_valid", "sites")
 _OF_A_RUN += ("compile_seconds", "examples_per_second", "versions", "valid_ne")
-_OF_A_RUN += ("commit", "kernels")
+_OF_A_RUN += ("commit", "kernels", "changes")
 _OF_ALL = ("config", "final_split", "best_possible_ne")
 DISPATCH = "dispatch"  # an arm that is no recipe: the choices of this GPU's table
 
