@@ -2,7 +2,7 @@
 
     python experiments/bench/hstu.py --out hstu.json
 
-As `wide_models`, from gathered embeddings of whole sequences to new parameters, without
+As `wide_models`, from gathered embeddings of sequences to new parameters, without
 dropout; kernel time, and wall clock of queued steps, of which are samples/s and the
 share of the GPU's bfloat16 peak. FLOPs are those of the layers: of products, three
 times forward, and of the pairs of rows that see each other (half of the square), 3.5
@@ -13,6 +13,9 @@ times forward. Every arm is compiled, timed and written by itself:
                   computed again in the backward pass
     ours bf16     our kernels in bfloat16
     ours fp8      the same in FP8, and others of `wide_models`
+
+The sequences of "m_quarter" have a mean length of a quarter, and no dense form: their
+samples/s over those of "m" are what jagged rows gain over padding.
 
 "ours fp8 attention" has the forward pass of the attention in FP8, too; so has any other
 arm with that word.
@@ -46,14 +49,29 @@ _PROGRAMS = {"training": Training, "inference": Inference}
 
 
 class Case(NamedTuple):
-    """A configuration, and the sequences of a step."""
+    """A configuration, and the sequences of a step.
+
+    Attributes:
+        share: of the most rows, the mean length of a sequence; shorter than 1, lengths
+            are drawn, evenly from 1 to twice the mean.
+    """
 
     config: str
     batch: int
+    share: float = 1.0
+
+    def lengths(self, most: int) -> tuple[int, ...]:
+        """Returns the rows of each sequence."""
+        if self.share == 1:
+            return (most,) * self.batch
+        last = int(2 * self.share * most)
+        generator = np.random.default_rng(self.batch)
+        return tuple(generator.integers(2, last, self.batch, endpoint=True).tolist())
 
 
 CASES = {
     "m": Case("fp8_hstu_m", 8),
+    "m_quarter": Case("fp8_hstu_m", 32, 0.25),
     "s": Case("fp8_hstu_s", 64),
     "l": Case("fp8_hstu_l", 4),
     "small": Case("fp8_hstu", 2),
@@ -103,21 +121,22 @@ class DenseLayer(nn.HstuLayer):
 
 
 class Sequences(Hstu):
-    """HSTU of sequences as long as can be, of a context, a history and a candidate.
+    """HSTU of sequences of a context, a history and a candidate.
 
     Attributes:
-        is_dense: the attention is XLA's dense one.
+        lengths: rows of each sequence.
+        is_dense: the attention is XLA's dense one, of equally long sequences.
     """
 
+    lengths: tuple[int, ...] = ()
     is_dense: bool = False
 
     def __call__(self, fields: jax.Array) -> jax.Array:
         """Returns the logits of fields [C, K, d] of the rows of all sequences."""
-        length = self.max_length
-        context = fields.reshape(-1, length, *fields.shape[1:])[:, 0]
         # Not to be folded into the program: a batch is an input.
-        events = jax.tree.map(jnp.asarray, whole(len(context), length))
+        events = jax.tree.map(jnp.asarray, events_of(self.lengths))
         events = jax.lax.optimization_barrier(events)
+        context = fields[events.offsets[:-1]]
         none = jnp.zeros((len(context), 0))
         return super().__call__(none, (context, fields), events, train=False)
 
@@ -127,25 +146,28 @@ class Sequences(Hstu):
             return super()._layer(number)
 
 
-def sequences_of(model: Hstu) -> Sequences:
-    """Returns the model of whole sequences."""
+def sequences_of(model: Hstu, lengths: tuple[int, ...]) -> Sequences:
+    """Returns the model of sequences of these lengths."""
     names = {field.name for field in dataclasses.fields(Hstu)} - {"parent", "name"}
-    return Sequences(**{name: getattr(model, name) for name in names})
+    own = {name: getattr(model, name) for name in names}
+    return Sequences(**own, lengths=lengths)
 
 
-def whole(batch: int, length: int) -> Events:
-    """Returns so many sequences of a length, each with one row of a context."""
-    rows = np.arange(batch * length, dtype=np.int32)
-    places = rows % length
+def events_of(lengths: tuple[int, ...]) -> Events:
+    """Returns sequences of these lengths, each with one row of a context."""
+    offsets = np.cumsum([0, *lengths]).astype(np.int32)
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    rows = np.arange(offsets[-1], dtype=np.int32)
+    left = offsets[1:][sequence] - 1 - rows
     return Events(
         ids=np.zeros((len(rows), 1), np.int32),
-        answers=1 + rows[:, None] % 2,
-        positions=length - 1 - places,
-        ages=60.0 * (length - 1 - places).astype(np.float32),
-        offsets=length * np.arange(batch + 1, dtype=np.int32),
-        targets=rows[length - 1 :: length],
-        contextual=np.ones(batch, np.int32),
-        candidates=np.ones(batch, np.int32),
+        answers=1 + left[:, None] % 2,
+        positions=left,
+        ages=60.0 * left.astype(np.float32),
+        offsets=offsets,
+        targets=offsets[1:] - 1,
+        contextual=np.ones(len(lengths), np.int32),
+        candidates=np.ones(len(lengths), np.int32),
     )
 
 
@@ -176,16 +198,17 @@ def measure(case: Case, arm: str, kind: str, arguments: Arguments) -> dict[str, 
     """Returns the times of an arm, and what they mean."""
     config = find_config(case.config)
     assert isinstance(config.model, Hstu)
-    model = sequences_of(config.model).clone(recipe="bf16")
-    shape = case.batch * model.max_length, 1, config.embedding.dim
+    lengths = case.lengths(config.model.max_length)
+    model = sequences_of(config.model, lengths).clone(recipe="bf16")
+    shape = sum(lengths), 1, config.embedding.dim
     sets = [models.make_inputs((shape,), seed) for seed in range(_SETS)]
-    few = models.make_inputs(((model.max_length, *shape[1:]),), 0)
+    few = models.make_inputs(((lengths[0], *shape[1:]),), 0)
     program = _PROGRAMS[kind](*_planned(model, arm, arguments.recipe, sets, few))
     ((_, record),) = wide_models.compiled_and_timed({arm: program}, arguments.calls)
     if "failed" in record:
         return record
     seconds = record["wall_us"] / 1e6
-    flops = flops_of(model, kind == "training") * case.batch
+    flops = flops_of(model, kind == "training")
     per_s = {"samples_per_s": case.batch / seconds, "tflops": flops / seconds / 1e12}
     return record | per_s | {"mfu": flops / seconds / _PEAK}
 
@@ -194,24 +217,28 @@ def _planned(model: Sequences, arm: str, recipe: str, sets, few):
     """Returns the model of an arm, its variables and its inputs."""
     is_fp8_attention = arm != (arm := arm.removesuffix(" attention"))
     if arm.startswith("dense"):
+        if len({*model.lengths}) > 1:
+            raise ValueError(f"--arms {arm!r} takes sequences of one length.")
         arm, model = arm.replace("dense", "xla"), model.clone(is_dense=True)
     planned = wide_models.arm_of(model, arm, recipe, sets[0])
     if is_fp8_attention:
         paths = (f"layer_{number}/attention" for number in range(model.num_layers))
         choices = *planned.choices, *((path, IN_FP8) for path in paths)
         planned = dataclasses.replace(planned, choices=choices)
-    variables = models.initialized(planned.by_xla(), few)
+    one = planned.model.clone(lengths=model.lengths[:1])
+    by_xla = dataclasses.replace(planned, model=one).by_xla()
+    variables = models.initialized(by_xla, few)
     if planned.is_delayed:
         planned = dataclasses.replace(planned, scales_initialized=True)
     return planned, variables, sets
 
 
-def flops_of(model: Hstu, is_training: bool) -> float:
-    """Returns the FLOPs of the layers, of a sample."""
-    n, d, h = model.max_length, model.dim, model.num_heads
+def flops_of(model: Sequences, is_training: bool) -> float:
+    """Returns the FLOPs of the layers, of a step."""
+    lengths, d, h = np.array(model.lengths, float), model.dim, model.num_heads
     sizes = model.qk_dim + model.v_dim
-    products = 2 * n * d * h * (2 * sizes + 3 * model.v_dim)
-    attention = 2 * n * n / 2 * h * sizes
+    products = 2 * np.sum(lengths) * d * h * (2 * sizes + 3 * model.v_dim)
+    attention = 2 * np.sum(lengths**2) / 2 * h * sizes
     factors = (3, 3.5) if is_training else (1, 1)
     return model.num_layers * (factors[0] * products + factors[1] * attention)
 

@@ -5,6 +5,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from experiments.bench import (
     attention_cases,
@@ -70,20 +71,36 @@ def test_speedups_are_over_each_anchor_of_the_same_work():
     assert jagged_attention.speedups(forms) == {"xla dense both": 4.0}
 
 
-def test_dense_and_jagged_sequences_are_one_model():
-    model = hstu.sequences_of(histories.fp8_hstu().model)
+@pytest.mark.parametrize("lengths", [(12, 12), (5, 12, 2)])
+def test_a_batch_of_sequences_has_the_logits_of_each_alone(lengths):
+    model = hstu.sequences_of(histories.fp8_hstu().model, lengths)
     model = model.clone(max_length=12, recipe="f32", implementation="xla")
-    (fields,) = models.make_inputs(((24, 1, 32),), 0)
+    (fields,) = models.make_inputs(((sum(lengths), 1, 32),), 0)
     variables = model.init(jax.random.key(0), fields)
-    jagged, dense = (
-        np.asarray(x.apply(variables, fields))
-        for x in (model, model.clone(is_dense=True))
-    )
-    np.testing.assert_allclose(jagged, dense, rtol=1e-4, atol=1e-6)
-    assert len(np.unique(jagged)) == 2
+    together = np.asarray(model.apply(variables, fields))
+
+    ends = np.cumsum(lengths)
+    alone = [
+        np.asarray(
+            model.clone(lengths=(n,), is_dense=True).apply(
+                variables, fields[end - n : end]
+            )
+        )
+        for n, end in zip(lengths, ends, strict=True)
+    ]
+
+    np.testing.assert_allclose(together, np.concatenate(alone), rtol=1e-4, atol=1e-6)
+    assert len(np.unique(together)) == len(lengths)
+
+
+def test_a_quarter_of_the_rows_are_drawn():
+    lengths = hstu.CASES["m_quarter"].lengths(4096)
+    assert len(lengths) == 32
+    assert 2 <= min(lengths) < max(lengths) <= 2048
+    assert np.mean(lengths) == pytest.approx(1024, rel=0.3)
 
 
 def test_flops_of_the_medium_hstu_are_those_of_the_benchmark():
     # Attention 180.4 G, UVQK 77.3 G, projection 58.0 G of a sample.
-    model = histories.fp8_hstu_m().model
+    model = hstu.sequences_of(histories.fp8_hstu_m().model, (4096,))
     assert round(hstu.flops_of(model, is_training=True) / 1e9, 1) == 315.7
