@@ -23,7 +23,7 @@ from loka_jax.pallas.tiles import ROWS
 BF16 = jnp.bfloat16
 SIZES = (64, 128, 256)  # of heads
 _SPARE_REGISTERS = 40  # of a thread, besides accumulators
-_MOST_RANKED = 512  # tiles: a sort and a gather are slower than n^2 comparisons
+_MOST_RANKED = 1024  # tiles: a sort and a gather take longer than n^2 comparisons
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from loka_jax.pallas.jagged_attention_layout import LaunchLayout, Task
 
 
 @pytest.mark.parametrize("kind", [FORWARD, BY_QUERY, BY_KEY])
-@pytest.mark.parametrize("most_ranked", [0, 512])
+@pytest.mark.parametrize("most_ranked", [0, 1024])
 def test_tiles_are_in_the_order_of_their_work(monkeypatch, most_ranked, kind):
     monkeypatch.setattr(layouts, "_MOST_RANKED", most_ranked)
     config = layouts.best_config(kind, 64)
