@@ -52,8 +52,8 @@ class Case(NamedTuple):
     """A configuration, and the sequences of a step.
 
     Attributes:
-        share: of the most rows, the mean length of a sequence; shorter than 1, lengths
-            are drawn, evenly from 1 to twice the mean.
+        share: the mean length of a sequence over the longest; below 1 lengths are drawn
+            uniformly from 2 to twice the mean.
     """
 
     config: str
