@@ -117,12 +117,20 @@ def run_once(case: Case, folder: pathlib.Path, extra: list[str]) -> dict[str, An
         "said": said if has_failed else None,
         "train_ne": {line["step"]: line["ne"] for line in run.train},
         "valid_ne": {x["step"]: x["ne"] for x in run.evals if x["split"] == "valid"},
-        "alarms": [
-            (int(alarm[1].replace(",", "")), alarm[2], alarm[3])
-            for line in done.stdout.splitlines()
-            if (alarm := _ALARM.fullmatch(line))
-        ],
+        "alarms": alarms_in(done.stdout),
     }
+
+
+def alarms_in(said: str) -> list[tuple[int, str, str]]:
+    """Returns the step, site and sentence of each alarm that a run printed.
+
+    A run that diverges writes no summary, which would have them.
+    """
+    found = filter(None, map(_ALARM.fullmatch, said.splitlines()))
+    return [
+        (int(step.replace(",", "")), site, text)
+        for step, site, text in (x.groups() for x in found)
+    ]
 
 
 def main(arguments: Arguments, extra: list[str]) -> None:
