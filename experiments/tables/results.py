@@ -96,14 +96,14 @@ DISPATCH = {
 SERVING = {
     "candidates": Table(
         file="candidates_{0}",
-        first="candidates, p50, p99: ms",
-        rows="fp8_hstu, 64 events, two CPU cores, 1 = cpu | 1; 64 = cpu | 64; "
+        first="candidates",
+        rows="1, `fp8_hstu`, 64 events, two CPU cores = cpu | 1; 64 = cpu | 64; "
         "512 = cpu | 512; "
-        "fp8_hstu_m, 256 events, H200, 1 = h200 | 1; 64  = h200 | 64; "
+        "1, `fp8_hstu_m`, 256 events, H200 = h200 | 1; 64  = h200 | 64; "
         "512  = h200 | 512",
         columns={
-            "p50": number("rows.candidates={1}.p50_us", 1, 1e3),
-            "p99": number("rows.candidates={1}.p99_us", 1, 1e3),
+            "p50, ms": number("rows.candidates={1}.p50_us", 1, 1e3),
+            "p99, ms": number("rows.candidates={1}.p99_us", 1, 1e3),
             "single passes over it": number(
                 "rows.candidates={1}.over_single_passes", 0
             ),
