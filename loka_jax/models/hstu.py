@@ -69,7 +69,7 @@ class Hstu(EventModel):
         items = self._items(fields, train)
         x = self._with_context(items + self._features_of(events), context, events)
         x = self._scaled(x)
-        x = linen.Dropout(self.input_dropout_rate, deterministic=not train)(x)
+        x = nn.Dropout(self.input_dropout_rate, deterministic=not train)(x)
         offsets, targets = events.offsets, events.targets
         contextual, candidates = events.contextual, events.candidates
         for layer in range(self.num_layers):

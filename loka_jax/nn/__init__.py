@@ -17,6 +17,7 @@ from loka_jax.nn.block_outputs import (
 from loka_jax.nn.context import SiteContext, overriding, probing, site_context
 from loka_jax.nn.convert import Converted, convert
 from loka_jax.nn.dense import Dense, Fp8DotGeneral
+from loka_jax.nn.dropout import Dropout
 from loka_jax.nn.embeddings import Compress, EachDense, Fm, FmLcb, JoinedNorm
 from loka_jax.nn.group import runs_tails
 from loka_jax.nn.histories import (
@@ -69,6 +70,7 @@ __all__ = [
     "CrossDeep",
     "CrossNet",
     "Dense",
+    "Dropout",
     "EachDense",
     "Fm",
     "FmLcb",

@@ -4,10 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from flax import linen
-
 from loka_jax import triton
 from loka_jax.group import Dense, Group, Member
 from loka_jax.nn.context import current
@@ -141,9 +137,3 @@ def without_fp8_dlhs(plan: KernelPlan) -> KernelPlan:
     name = f"{parts[0]}/bf16/{parts[-1]}"
     choice = Choice("group", dataclasses.replace(recipe, name=name, dlhs=None))
     return resolve(plan.spec, choice, plan.device)
-
-
-def dropout_words(module: linen.Module, group: Group) -> jax.Array:
-    """Returns random bits of each layer of a group, of a module's rng for dropout."""
-    key = module.make_rng("dropout")
-    return jax.random.bits(key, (len(group.layers), 2), jnp.uint32)

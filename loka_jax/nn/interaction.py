@@ -23,7 +23,8 @@ from loka_jax.nn.dense import (
     planned,
     run_planned,
 )
-from loka_jax.nn.group import Part, Within, dropout_words, group_plans, joined
+from loka_jax.nn.dropout import dropout_words
+from loka_jax.nn.group import Part, Within, group_plans, joined
 from loka_jax.nn.mlp import Mlp
 from loka_jax.nn.norms import check_choice
 from loka_jax.nn.sites import announce
@@ -231,7 +232,7 @@ class CrossDeep(linen.Module):
         second = self.deep(None, within=Within(group, plans[count:]))
         part = Part((*first.layers, *second.layers), (*first.states, *second.states))
         drops = train and self.deep.dropout_rate > 0
-        words = dropout_words(self, group) if drops else None
+        words = dropout_words(self, len(group.layers)) if drops else None
         run = functools.partial(run_group, group, plans, (parts,), *part, words=words)
         if group.head is None:
             return self.head(run())

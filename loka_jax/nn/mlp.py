@@ -14,14 +14,8 @@ from loka_jax import group as groups
 from loka_jax.group import Group, Member
 from loka_jax.nn.context import as_recipe, current
 from loka_jax.nn.dense import Dense, DenseVariables, default_kernel_init
-from loka_jax.nn.group import (
-    WIDE,
-    Part,
-    Within,
-    dropout_words,
-    group_plans,
-    without_fp8_dlhs,
-)
+from loka_jax.nn.dropout import Dropout, dropout_words
+from loka_jax.nn.group import WIDE, Part, Within, group_plans, without_fp8_dlhs
 from loka_jax.nn.norm_dense import NormDense, NormParameters
 from loka_jax.nn.norms import (
     ActivationName,
@@ -181,12 +175,12 @@ class Mlp(linen.Module):
                 if self.input_norm is not None and not i:
                     norm = LayerArrays((), None, *self.input_norm(x.shape[1]))
                     part = part._replace(layers=((norm,), *part.layers))
-                words = dropout_words(self, one) if drops else None
+                words = dropout_words(self, len(one.layers)) if drops else None
                 (out,) = run_group(one, own, ((out,),), *part, words=words)
             elif i not in apart:
                 out = self._site(i, plan, group)(out)
                 if drops:
-                    out = linen.Dropout(self.dropout_rate, deterministic=False)(out)
+                    out = Dropout(self.dropout_rate)(out)
         assert not isinstance(out, Activations)
         return out
 
@@ -245,7 +239,7 @@ class Mlp(linen.Module):
                 )
                 x = activation(self.activation)(x)
             if train and self.dropout_rate > 0:
-                x = linen.Dropout(self.dropout_rate, deterministic=False)(x)
+                x = Dropout(self.dropout_rate)(x)
         return x
 
     def _normalized(self, x: Array) -> Array:

@@ -146,13 +146,13 @@ def norm_tail(
     argument = plus(first, vectors.bias)
     activate = ACTIVATIONS[epilogue.activation]
     if epilogue.acts_first:
-        argument = _drop(activate(argument), dropout)
+        argument = dropped(activate(argument), dropout)
     if not (epilogue.adds_last or epilogue.multiplies):
         argument = functools.reduce(jnp.add, others, argument)
     normed, rstd = normalize(argument, epilogue)
     y = affine(normed, vectors)
     if not epilogue.acts_first:
-        y = _drop(activate(y), dropout)
+        y = dropped(activate(y), dropout)
     if epilogue.adds_last:
         y = functools.reduce(jnp.add, others, y)
     if epilogue.multiplies:
@@ -196,7 +196,7 @@ def norm_tail_backward(
     if epilogue.acts_first:
         last = dataclasses.replace(epilogue, activation="none")
     else:
-        dy = _drop(dy, dropout)
+        dy = dropped(dy, dropout)
     dz, dgamma, dbeta = dy, None, None
     xhat = None if residuals.xhat is None else cut(residuals.xhat, shape)
     argument = None
@@ -215,7 +215,7 @@ def norm_tail_backward(
     if epilogue.order == "act_sum_norm":
         dsum = _pad(dz.astype(jnp.bfloat16), want)
     if epilogue.acts_first:
-        dz = _drop(dz, dropout)
+        dz = dropped(dz, dropout)
     if argument is not None and epilogue.acts_first:
         (dz,) = jax.vjp(ACTIVATIONS[epilogue.activation], argument)[1](dz)
     dbias = None if vectors.bias is None else jnp.sum(dz, axis=0)
@@ -223,7 +223,8 @@ def norm_tail_backward(
     return NormTailGradients(write(dz, want), of_vectors, dsum)
 
 
-def _drop(y: Float[Array, "m n"], dropout: Dropout | None) -> Float[Array, "m n"]:
+def dropped(y: Float[Array, "m n"], dropout: Dropout | None) -> Float[Array, "m n"]:
+    """Returns `y` after dropout, in its dtype."""
     if dropout is None:
         return y
     u = uniform(dropout.words, jnp.arange(y.shape[0]), y.shape[1])

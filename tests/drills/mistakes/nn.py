@@ -155,8 +155,8 @@ MISTAKES = [
     Mistake(
         "dropout keeps as much as it should drop",
         f"{NN}/mlp.py",
-        "out = linen.Dropout(self.dropout_rate, deterministic=False)(out)",
-        "out = linen.Dropout(1 - self.dropout_rate, deterministic=False)(out)",
+        "out = Dropout(self.dropout_rate)(out)",
+        "out = Dropout(1 - self.dropout_rate)(out)",
         "unit/nn/mlp_test.py",
     ),
     Mistake(

@@ -92,7 +92,7 @@ def test_dropout_drops_after_every_layer_in_training_only():
     variables, rates = initialized(mlp, X), []
 
     def record(call, args, kwargs, context):
-        if isinstance(context.module, linen.Dropout):
+        if isinstance(context.module, nn.Dropout):
             rates.append((context.module.rate, args[0].shape))
             return args[0]
         return call(*args, **kwargs)
