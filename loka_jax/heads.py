@@ -8,7 +8,6 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax import lax
 from jaxtyping import Array, Float
 
 _STATIC: dict[str, Any] = dict(metadata=dict(static=True))
@@ -81,15 +80,6 @@ class Qkv:
         if not self.is_joined:
             return None
         return self.arrays[0][:, : self.heads * self.v_dim]
-
-    def with_u(self, u: Float[Array, "C h_d_v"] | None) -> "Qkv":
-        """Returns the rows with another U, unless None, written over what they had."""
-        if u is None:
-            return self
-        (own,) = self.arrays
-        own = lax.dynamic_update_slice(own, u, (0, 0))
-        # Or XLA would have each of its readers write it over for itself.
-        return dataclasses.replace(self, arrays=(lax.optimization_barrier(own),))
 
     def parts(self) -> tuple[Heads, Heads, Heads]:
         """Returns q, k and v."""

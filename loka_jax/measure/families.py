@@ -17,6 +17,7 @@ from loka_jax.measure.family_pallas import (
 )
 from loka_jax.measure.family_rows import (
     dot_features_cases,
+    gated_norms,
     joined_norms,
     merges,
     packings,
@@ -70,6 +71,9 @@ FAMILIES: dict[str, Family] = {
         "triton",
         "joined_norm.joined_norm",
         "joined_norm.joined_norm_backward",
+    ),
+    "gated_norm": _family(
+        gated_norms, "triton", "gated_norm.gated_norm", "gated_norm.gated_norm_backward"
     ),
     "dot_features": _family(
         dot_features_cases,

@@ -21,14 +21,17 @@ from loka_jax.measure.check_families import (
 )
 from loka_jax.normed import NormName, NormVectors
 from loka_jax.ops import embedding, exchange, interaction, row_codec, row_rounding
+from loka_jax.ops import gated_norm as gated_norm_ops
 from loka_jax.ops import joined_norm as joined_norm_ops
 from loka_jax.ops.embedding import BAD_ID, Rounded
 from loka_jax.ops.row_codec import Codec
 from loka_jax.ops.row_order import Order
 from loka_jax.optim.rows import RowwiseAdagrad, RowwiseAdagradState, Sgd
 from loka_jax.packed import Format, Packing
+from loka_jax.tails import Dropout
 from loka_jax.triton import (
     dot_features,
+    gated_norm,
     joined_norm,
     merge,
     packed,
@@ -73,6 +76,33 @@ def joined_norms() -> list[Case]:
     return [
         case("joined embeddings", "block"),
         case("joined embeddings, layer norm", "layer", "gamma", "beta"),
+    ]
+
+
+def gated_norms() -> list[Case]:
+    """Returns the cases of gated norms, either way, with dropout and without."""
+    rows, n, epsilon = 37, 72, 1e-6
+
+    def draw(rate: float):
+        u, x = (uneven(rows, n, seed=seed) for seed in (0, 1))
+        vectors = NormVectors(None, *(normal(n, seed=seed) for seed in (2, 3)))
+        words = np.asarray([5, 6], np.uint32)
+        dropout = Dropout(jnp.asarray(words), rate) if rate else None
+        return normal(rows, 3 * n, seed=4, dtype=BF16), u, x, vectors, dropout
+
+    def ours(dy, *operands):
+        y = gated_norm.gated_norm(*operands, epsilon=epsilon)
+        return y, *gated_norm.gated_norm_backward(dy, *operands, epsilon=epsilon)
+
+    def theirs(dy, *operands):
+        *floats, dropout = operands
+        run = functools.partial(gated_norm_ops.gated_norm, implementation="xla")
+        y, pull = jax.vjp(lambda *x: run(*x, dropout), *floats)
+        return y, *pull(dy)
+
+    return [
+        Case(name, functools.partial(draw, rate), ours, theirs)
+        for name, rate in (("gated norm", 0.0), ("gated norm, dropout", 0.25))
     ]
 
 

@@ -5,7 +5,6 @@ C is the number of rows of all sequences together, B that of sequences, h of hea
 
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from flax import linen
 from jaxtyping import Array, Float, Int32
@@ -13,12 +12,16 @@ from jaxtyping import Array, Float, Int32
 from loka_jax import jagged
 from loka_jax.heads import Qkv
 from loka_jax.jagged import Rule
+from loka_jax.nn.dropout import dropout_words
 from loka_jax.nn.jagged_attention import JaggedAttention
 from loka_jax.nn.norm_dense import NormParameters
 from loka_jax.nn.norms import QkNorm, QkNormName, normalize
 from loka_jax.nn.pre_norm_dense import PreNormDense
+from loka_jax.normed import NormVectors
 from loka_jax.ops.distinct_rows import distinct_rows
+from loka_jax.ops.gated_norm import gated_norm
 from loka_jax.recipe import Recipe
+from loka_jax.tails import Dropout
 
 
 def newest_rows(
@@ -103,10 +106,7 @@ class HstuLayer(linen.Module):
         uvqk = self._bounded(uvqk)
         rule = Rule(num_contextual, num_candidates, self.window, self.oldest)
         u, attended = self._attend(Qkv((uvqk,), heads, v), offsets, rule)
-        u, attended = jax.nn.silu(u), attended.reshape(count, heads * v)
-        gated = normalize(attended, "layer", train=train, name="attention_norm") * u
-        drop = linen.Dropout(self.dropout_rate, deterministic=not train)
-        read = drop(u), drop(attended), drop(gated)
+        read = self._gated(u, attended.reshape(count, heads * v), train)
         out = self._dense(width, "out", use_bias=False)
         if not self.branch_gain:
             return out(read, x)
@@ -127,7 +127,7 @@ class HstuLayer(linen.Module):
         return jnp.concatenate(parts, axis=1)
 
     def _attend(self, rows: Qkv, offsets: Array, rule: Rule) -> tuple[Any, Array]:
-        """Returns U, and the attention [C, h, d_v]."""
+        """Returns rows that begin with U, and the attention [C, h, d_v]."""
         site = JaggedAttention(
             max_length=self.max_length,
             recipe=self.recipe,
@@ -135,6 +135,19 @@ class HstuLayer(linen.Module):
             name="attention",
         )
         return site(rows, offsets, rule)
+
+    @linen.nowrap
+    def _gated(
+        self, u: Float[Array, "C _"], attended: Float[Array, "C n"], train: bool
+    ) -> Float[Array, "C 3*n"]:
+        """Returns what `out` reads, of rows that begin with U."""
+        norm = NormParameters("layer", name="attention_norm")
+        vectors = NormVectors(None, *norm(attended.shape[1]))
+        dropout, rate = None, self.dropout_rate
+        if train and rate:
+            dropout = Dropout(dropout_words(self, 1)[0], rate)
+        provider = "xla" if self.implementation == "xla" else None
+        return gated_norm(u, attended, vectors, dropout, implementation=provider)
 
     @linen.nowrap
     def _dense(self, features: int, name: str, **options: Any) -> PreNormDense:

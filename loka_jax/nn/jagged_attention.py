@@ -74,7 +74,7 @@ class JaggedAttention(linen.Module):
         rows: Qkv,
         offsets: Int32[Array, " B_plus_1"],
         rule: Rule = jagged.CAUSAL,
-    ) -> tuple[Float[Array, "C h_d_v"] | None, Float[Array, "C h d_v"]]:
+    ) -> tuple[Float[Array, "C _"] | None, Float[Array, "C h d_v"]]:
         """Returns `ops.attend`, announced as a site and observed by Probe.
 
         Its sizes are the rows, the columns of q and v, and the mean rows of a sequence.

@@ -37,20 +37,15 @@ class PreNormDense(Dense):
     @linen.compact
     def __call__(
         self,
-        inputs: Float[Array, "... k"] | tuple[Float[Array, "... _"], ...],
+        inputs: Float[Array, "... k"],
         residual: Float[Array, "... n"] | None = None,
     ) -> Float[Array, "... n"]:
-        """Returns y, with a residual r or without.
-
-        Of several inputs x has the columns of all: where the group runs as one
-        operation, the pass that casts them joins them.
-        """
-        given = inputs if isinstance(inputs, tuple) else (inputs,)
-        shape = *given[0].shape[:-1], self.features
-        x = tuple(part.reshape(math.prod(shape[:-1]), -1) for part in given)
+        """Returns y, with a residual r or without."""
+        *rows, columns = inputs.shape
+        shape = *rows, self.features
+        x = inputs.reshape(math.prod(rows), columns)
         r = None if residual is None else residual.reshape(-1, self.features)
         group = self._group(x, r)
-        columns = group.columns(0)
         kernel, bias = dense_parameters(self, columns)
         vectors = NO_VECTORS
         if self.norm is not None:
@@ -58,14 +53,13 @@ class PreNormDense(Dense):
         members = [*group.members]
         own = group_plans(group, members, [self.recipe], self.implementation)
         if (plans := joined(group, own)) is None:
-            rows = x[0] if len(x) == 1 else jnp.concatenate(x, axis=1)
-            return self._apart(rows, r, group, kernel, bias, vectors).reshape(shape)
+            return self._apart(x, r, group, kernel, bias, vectors).reshape(shape)
         announce(self, plans[0], group=group)
         layers: Any = ((LayerArrays((kernel,), bias),),)
         if self.norm is not None:
             layers = ((LayerArrays((), *vectors),), *layers)
         states = (with_state(self, plans[0], kernel)[1],)
-        read = (x,) if r is None else (x, (r,))
+        read = ((x,),) if r is None else ((x,), (r,))
         (y,) = run_group(group, plans, read, layers, states)
         return y.reshape(shape)
 
@@ -88,11 +82,10 @@ class PreNormDense(Dense):
         return y if residual is None else residual + y
 
     @linen.nowrap
-    def _group(self, x: tuple[Array, ...], residual: Array | None) -> Group:
-        widths = tuple(part.shape[1] for part in x)
-        m, k, n = len(x[0]), sum(widths), self.features
+    def _group(self, x: Array, residual: Array | None) -> Group:
+        (m, k), n = x.shape, self.features
         spec = SiteSpec(m=m, k=k, n=n, use_bias=self.use_bias)
-        inputs = (widths,) if residual is None else (widths, (n,))
+        inputs = ((k,),) if residual is None else ((k,), (n,))
         count, layers = len(inputs), ()
         if self.norm is not None:
             norm = Epilogue(self.norm.norm)

@@ -137,10 +137,11 @@ def attend(
     scale: float,
     max_length: int,
     plan: AttentionPlan = BY_XLA,
-) -> tuple[Float[Array, "C heads_d_v"] | None, Float[Array, "C heads d_v"]]:
-    """Returns U, if there is one, and `jagged_attention`.
+) -> tuple[Float[Array, "C _"] | None, Float[Array, "C heads d_v"]]:
+    """Returns rows that begin with U, if there is one, and `jagged_attention`.
 
-    Take U from here, so that its gradient gets its place beside those of V, Q and K.
+    Take U from here: its gradient gets its place beside those of V, Q and K. These may
+    be the further columns of the rows, whose gradients by way of here do not count.
 
     Raises:
         ValueError: as of `jagged_attention`.
@@ -249,8 +250,8 @@ def _gradients(static: _Static, rows: Qkv, du, gradient, visible) -> Qkv:
         return Qkv.of(dq, dk, dv)
     from loka_jax.pallas import jagged_attention as kernel
 
-    run = functools.partial(kernel.gradients, **static.how)
-    return by_kernel(run, rows, gradient, visible).with_u(du)
+    run = lambda *x: kernel.gradients(*x[:3], into=x[3], **static.how)  # noqa: E731
+    return by_kernel(run, rows, gradient, visible, du)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -259,7 +260,8 @@ def _attention(static: _Static, rows: Qkv, visible: Visibility) -> Any:
     dtype = rows.arrays[0].dtype
     if static.plan.is_fp8:
         parts = [Heads.of(fp8.saturate(x.alone(), fp8.E4M3)) for x in parts]
-    return rows.u, _forward(static, *parts, visible).astype(dtype)
+    whole = rows.arrays[0] if rows.is_joined else None
+    return whole, _forward(static, *parts, visible).astype(dtype)
 
 
 def _attention_fwd(static: _Static, rows: Qkv, visible):

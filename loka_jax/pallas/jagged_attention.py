@@ -20,6 +20,7 @@ round in reverse, so that all CTAs end together. Each result is written once: th
 no atomics, and launches agree bit by bit.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -83,11 +84,15 @@ def gradients(
     *,
     scale: float,
     max_length: int,
+    into: BFloat16[Array, "C columns"] | None = None,
     interpret: Any = None,
 ) -> Qkv:
     """Returns the gradients of q, k and v, given that of the values.
 
-    They have the places of q, k and v in the rows; what other columns have is any.
+    They have the places of q, k and v in the rows.
+
+    Args:
+        into: what other columns have, of rows in one array; any if None.
 
     Raises:
         ValueError: if heads are not served.
@@ -95,7 +100,11 @@ def gradients(
     numbers = scale, max_length, None, bool(interpret)
     operands = *rows.parts(), Heads.of(gradient)
     layouts = layouts_of((BY_QUERY, BY_KEY), operands, *numbers)
-    return _gradients(layouts, (rows, gradient, visible), interpret)
+    if into is None:
+        out = jax.tree.map(lambda x: lax.empty(x.shape, BF16), rows)
+    else:
+        out = dataclasses.replace(rows, arrays=(into,))
+    return _gradients(layouts, (rows, gradient, out, visible), interpret)
 
 
 @tiles.lowered_once
@@ -113,8 +122,8 @@ def _attend(layout: LaunchLayout, inputs, interpret):
 @tiles.lowered_once
 def _gradients(layouts: tuple[LaunchLayout, ...], inputs, interpret):
     count, layouts = layouts[0].rows, in_whole_tiles(layouts)
-    rows, gradient, visible = _padded(inputs, count, layouts[0].rows)
-    refs = jax.tree.map(lambda x: jax.new_ref(lax.empty(x.shape, BF16)), rows)
+    rows, gradient, out, visible = _padded(inputs, count, layouts[0].rows)
+    refs = jax.tree.map(jax.new_ref, out)
     (q, k, v), (dq, dk, dv) = rows.parts(), refs.parts()
     by_query, by_key = (q, Heads.of(gradient)), (k, v)
     for layout in layouts:

@@ -15,6 +15,7 @@ is not served (None if it is), and functions that launch its kernels:
     packed        pack, sum_packed, unpack: vectors in 8 bits for the wire
     norm_tail     norm, residual and activation after a product, each way
     joined_norm   norm of joined embeddings plus a residual, each way
+    gated_norm    what the second product of an HSTU layer reads, each way
 
 Importing this package imports neither Triton nor jax-triton: a module `*_kernel` does,
 at its first launch.

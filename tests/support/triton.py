@@ -25,7 +25,9 @@ from loka_jax import mapped, triton
 
 _NEEDS_EXTRA = "needs the extra loka-jax[triton]"
 # The modules that launch kernels, and those that hold them.
-_NAMES_OF_LAUNCHING = "dot_features joined_norm matmul merge packed route row_update"
+_NAMES_OF_LAUNCHING = (
+    "dot_features gated_norm joined_norm matmul merge packed route row_update"
+)
 _LAUNCHING = [
     importlib.import_module(f"{triton.__name__}.{name}")
     for name in f"{_NAMES_OF_LAUNCHING} row_wire tails trees".split()

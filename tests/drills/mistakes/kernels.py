@@ -172,6 +172,20 @@ MISTAKES = [
         "whole/ops/joined_norm_test.py",
     ),
     Mistake(
+        "the parts of a gated norm drop the same columns",
+        "loka_jax/triton/gated_norm_kernel.py",
+        "_columns(of) + part * of.n)",
+        "_columns(of))",
+        "whole/ops/gated_norm_test.py",
+    ),
+    Mistake(
+        "dropout does not divide by the share that it keeps",
+        "loka_jax/xla/tails.py",
+        "0.0, y / (1 - dropout.rate))",
+        "0.0, y)",
+        "unit/nn/dropout_test.py",
+    ),
+    Mistake(
         "operations without a kernel are counted as left out",
         "loka_jax/triton/launch.py",
         'entries += [] if why_not else ["triton"]',

@@ -306,6 +306,13 @@ MISTAKES = [
         "unit/ops/joined_norm_test.py",
     ),
     Mistake(
+        "the gate of a layer of HSTU is not activated",
+        "loka_jax/ops/gated_norm.py",
+        "gate = jax.nn.silu(u)",
+        "gate = u",
+        "unit/ops/gated_norm_test.py",
+    ),
+    Mistake(
         "residuals are cut one embedding late",
         "loka_jax/ops/residual.py",
         "sum(counts[: i + 1])",

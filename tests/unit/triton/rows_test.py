@@ -12,6 +12,7 @@ from loka_jax.normed import NormVectors
 from loka_jax.packed import Packing
 from loka_jax.triton import (
     dot_features,
+    gated_norm,
     joined_norm,
     merge,
     packed,
@@ -53,6 +54,8 @@ NARROW = ones(1, 1, 256, dtype=BF16)
         (row_wire, ("int8", 2**31 - 2, 1024, BF16), None),
         (row_wire, ("f32", 8, 16, F32), "float32 is not cast"),
         (row_wire, ("int8", 8, 1025, F32), "D is more than 1024"),
+        (gated_norm, (ones(1, 4096),), "float32 is not bfloat16"),
+        (gated_norm, (ones(1, 4097, dtype=BF16),), "n=4097 is not 1 to 4096"),
         (joined_norm, (NARROW, ones(1, 1, 256)), "is not bfloat16"),
         (joined_norm, (ones(1, 1, 257, dtype=BF16),), "d=257 is not 1 to 256"),
     ],
@@ -147,3 +150,15 @@ def test_a_joined_norm_keeps_and_writes_only_what_is_read(launches):
         assert dx.shape == x.shape if with_dx else dx is None
         assert sums.gamma.shape == sums.beta.shape == (20,)
     assert [launch.grid for launch in launches] == [11, 11, 3, 3]
+
+
+def test_programs_of_gated_norms_share_sums(launches):
+    rows, dy = ones(5000, 500, dtype=BF16), ones(5000, 1500, dtype=BF16)
+    vectors, operands = NormVectors(gamma=ones(500)), (rows, rows)
+    y = gated_norm.gated_norm(*operands, vectors, epsilon=1e-6)
+    du, dx, sums = gated_norm.gated_norm_backward(dy, *operands, vectors, epsilon=1e-6)
+    assert y.shape == dy.shape and du.shape == dx.shape == rows.shape
+    assert sums.gamma.shape == (500,) and sums.beta is None
+    tiles, programs = (launch.grid for launch in launches)
+    assert tiles == 5000 * 512 // gated_norm.FORWARD.elements
+    assert programs == gated_norm.BACKWARD.programs

@@ -113,6 +113,8 @@ FAULTS = [
     ("summand forgotten", "cross_tail", 0, reads("[0][1].data", times(0))),
     ("maximum without a row", "joined_cast", 0, reads("[0]", put(198, 0))),
     ("residual forgotten", "joined_norm", 0, reads("[1]", times(0))),
+    ("vectors of another column", "gated_norm", 0, reads(".gamma", off_by_one)),
+    ("other elements dropped", "gated_norm", 1, reads("words", np.flip)),
     ("last example skipped", "dot_features", 0, writes("[0]", put(16, 0))),
     ("wrong row updated", "row_update", 2, writes("[0]", off_by_one)),
     ("other random bits", "row_update", 3, reads("words", lambda x: x + np.uint32(1))),

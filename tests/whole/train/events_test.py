@@ -121,7 +121,8 @@ def ran(monkeypatch, tmp_path):
         found.append((kind, fixed[0].array.dtype))
         return xla.attend(kind, fixed, streamed, visible, **how)
 
-    def gradients(rows, gradient, visible, *, interpret, **how):
+    def gradients(rows, gradient, visible, *, into, interpret, **how):
+        assert into is None
         (q, k, v), g = rows.parts(), Heads.of(gradient)
         how = dict(interpret=interpret, visible=visible) | how
         (dq,) = attend(BY_QUERY, (q, g), (k, v), **how)

@@ -17,9 +17,10 @@ from loka_jax.normed import Epilogue, NormVectors
 from loka_jax.ops import embedding
 from loka_jax.optim.rows import Adam, RowwiseAdagrad, Sgd
 from loka_jax.packed import Packing
-from loka_jax.tails import Forms, Outer, Scale, Scaled, TailResiduals
+from loka_jax.tails import Dropout, Forms, Outer, Scale, Scaled, TailResiduals
 from loka_jax.triton import (
     dot_features,
+    gated_norm,
     matmul,
     merge,
     packed,
@@ -179,6 +180,20 @@ def test_programs_do_not_spill_and_move_whole_words(run, operands, options, has)
         assert all(access in program.ptx for access in has)
         if options == PACKED:
             assert f"{has[0]}.b8" not in program.ptx
+
+
+@pytest.mark.parametrize("n", [256, 512, 1024, 4096])
+def test_programs_of_gated_norms_do_not_spill(n):
+    def run(dy, u, x, gamma, beta, words):
+        operands = u, x, NormVectors(None, gamma, beta), Dropout(words, 0.2)
+        y = gated_norm.gated_norm(*operands, epsilon=1e-6)
+        return y, gated_norm.gated_norm_backward(dy, *operands, epsilon=1e-6)
+
+    rows, vector = shape(65521, n), shape(n, dtype=F32)
+    operands = shape(65521, 3 * n), rows, rows, vector, vector, RANDOM
+    for program in compiled_programs(run, *operands):
+        assert spilled_bytes(program.ptxas_report()) == 0
+        assert STORES in program.ptx
 
 
 # Tails of odd sizes, which are read and written 16 bytes at a time where padded.
