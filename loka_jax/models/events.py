@@ -60,6 +60,8 @@ class EventModel(RankingModel):
         qk_norm: a bound on queries and keys, see `nn.QkNorm`.
         input_scale: factor of what the first layer reads. Without norms there it should
             have a variance of one.
+        input_dropout_rate: dropout rate of what the first layer reads.
+        layer_dropout_rate: dropout rate in the layers.
         one_candidate: the candidate changes the rows of its history, so that each needs
             a sequence of its own.
     """
@@ -79,12 +81,19 @@ class EventModel(RankingModel):
     branch_norm: bool = False
     qk_norm: nn.QkNormName = "none"
     input_scale: float = 1.0
+    input_dropout_rate: float = 0.0
+    layer_dropout_rate: float = 0.0
 
     @property
     def of_layers(self) -> dict[str, Any]:
-        """The options of attention in every layer."""
+        """The options that all layers have."""
         gain = self.num_layers**-0.5 if self.branch_norm else None
-        return dict(num_heads=self.num_heads, branch_gain=gain, qk_norm=self.qk_norm)
+        return dict(
+            num_heads=self.num_heads,
+            branch_gain=gain,
+            qk_norm=self.qk_norm,
+            dropout_rate=self.layer_dropout_rate,
+        )
 
     @linen.compact
     def __call__(
@@ -139,8 +148,10 @@ class EventModel(RankingModel):
         )
 
     @linen.nowrap
-    def _scaled(self, x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-        return x if self.input_scale == 1 else x * self.input_scale
+    def _begun(self, x: Float[Array, "*n D"], train: bool) -> Float[Array, "*n D"]:
+        """Returns what the first layer reads."""
+        x = x if self.input_scale == 1 else x * self.input_scale
+        return nn.Dropout(self.input_dropout_rate, deterministic=not train)(x)
 
     @linen.nowrap
     def _last_norm(self, x: Array, norm: nn.NormName, train: bool) -> Array:

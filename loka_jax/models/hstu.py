@@ -35,8 +35,6 @@ class Hstu(EventModel):
         truncate_after: layers after which only the newest rows of a sequence go on;
             None for no truncation.
         truncate_to: rows that go on, with one candidate.
-        input_dropout_rate: dropout rate of the rows before the first layer.
-        layer_dropout_rate: dropout rate in the layers.
 
     References:
         mlcommons/training, recommendation_v4; ULTRA-HSTU, arXiv 2602.16986, for window
@@ -49,8 +47,6 @@ class Hstu(EventModel):
     oldest: int | None = None
     truncate_after: int | None = None
     truncate_to: int = 256
-    input_dropout_rate: float = 0.0
-    layer_dropout_rate: float = 0.0
 
     @linen.nowrap
     def _check(self, events: Any) -> None:
@@ -68,8 +64,7 @@ class Hstu(EventModel):
         context, fields = embeddings
         items = self._items(fields, train)
         x = self._with_context(items + self._features_of(events), context, events)
-        x = self._scaled(x)
-        x = nn.Dropout(self.input_dropout_rate, deterministic=not train)(x)
+        x = self._begun(x, train)
         offsets, targets = events.offsets, events.targets
         contextual, candidates = events.contextual, events.candidates
         for layer in range(self.num_layers):
@@ -97,7 +92,6 @@ class Hstu(EventModel):
             max_length=self.max_length,
             window=self.window,
             oldest=self.oldest or 0,
-            dropout_rate=self.layer_dropout_rate,
             recipe=self.recipe,
             use_bias=self.bias,
             implementation=self.implementation,

@@ -38,16 +38,21 @@ from loka_jax.models.ranking import ModelPart
 
 
 class Part(ModelPart, kw_only=True):
-    """What parts of InterFormer share."""
+    """What parts of InterFormer share.
+
+    Attributes:
+        dropout_rate: of what is added to the rows of a history, in training.
+    """
 
     num_heads: int
     branch_gain: float | None
     qk_norm: nn.QkNormName
+    dropout_rate: float
 
     @property
     def options(self) -> dict[str, Any]:
         """The options that parts of this one have, too."""
-        names = "num_heads", "branch_gain", "qk_norm"
+        names = "num_heads", "branch_gain", "qk_norm", "dropout_rate"
         return super().options | {name: getattr(self, name) for name in names}
 
     @linen.nowrap
@@ -178,6 +183,8 @@ class SequenceLayer(Part, kw_only=True):
         s: Float[Array, "R D"],
         x_sum: Float[Array, "B n_sum D"],
         sequences: nn.Sequences,
+        *,
+        train: bool,
     ) -> Float[Array, "R D"]:
         """Returns a row for each row."""
         ws = self._dense("pffn", x_sum.shape[1])(self._read("pffn_norm", s))
@@ -186,18 +193,19 @@ class SequenceLayer(Part, kw_only=True):
         dims, exact = (((2,), (1,)), ((0,), (0,))), jax.lax.Precision.HIGHEST
         precision = exact if s.dtype == jnp.float32 else None  # TF32 on GPUs
         pffn = sequences.flat(by_sample(ws, x_sum, dims, precision))
-        z = s + self._added("pffn_norm", pffn)
+        z = s + self._added("pffn_norm", pffn, train)
         attend = Mha(longest=self.longest, **self.options, name="attention")
         seen = attend(self._read("attention_norm", z), sequences)
-        return z + self._added("attention_norm", seen)
+        return z + self._added("attention_norm", seen, train)
 
     @linen.nowrap
     def _read(self, name: str, x: Array) -> Array:
         return x if self.branch_gain else self._rms(name, x)
 
     @linen.nowrap
-    def _added(self, name: str, x: Array) -> Array:
-        return self._rms(name, x, self.branch_gain) if self.branch_gain else x
+    def _added(self, name: str, x: Array, train: bool) -> Array:
+        x = self._rms(name, x, self.branch_gain) if self.branch_gain else x
+        return nn.Dropout(self.dropout_rate, deterministic=not train)(x)
 
 
 class InterFormer(EventModel):
@@ -234,10 +242,10 @@ class InterFormer(EventModel):
         rows, histories = self._histories(embeddings, events)
         items = self._items(self._masked(fields, train), train)
         features = self._features_of(events, has_positions=False)
-        s = nn.distinct_rows(self._scaled(items + features), rows)
+        s = nn.distinct_rows(self._begun(items + features, train), rows)
         known = fields[events.targets], context
         x = self._tokens(known, self.num_embeddings, self.token_mlp, train)
-        x = self._scaled(x)
+        x = self._begun(x, train)
         x_sum = self._part(FeatureSummary, 0, num_sums=self.num_sums)(x)
         taken, sequences = nn.with_leaders(histories.offsets, len(s), self.num_cls)
         s = jnp.concatenate([x_sum[:, : self.num_cls].reshape(-1, self.dim), s])
@@ -248,7 +256,8 @@ class InterFormer(EventModel):
             x = self._with_sum(layer, x, s, sequences)
             x = self._interaction(layer)(x, train=train)
             longest = self.max_length + self.num_cls
-            s = self._part(SequenceLayer, layer, longest=longest)(s, x_sum, sequences)
+            of_rows = self._part(SequenceLayer, layer, longest=longest)
+            s = of_rows(s, x_sum, sequences, train=train)
         x = self._with_sum(self.num_layers, x, s, sequences)
         return jax.lax.collapse(x, 1)
 
@@ -310,6 +319,6 @@ class InterFormer(EventModel):
             dot_mlp=self.dot_mlp,
             cross_rank=self.cross_rank,
             num_heads=1,
-            dropout_rate=0.0,
+            dropout_rate=self.layer_dropout_rate,
             name=f"interaction_{layer}",
         )

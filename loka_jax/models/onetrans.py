@@ -38,21 +38,24 @@ class OneTransLayer(ModelPart, kw_only=True):
     Attributes:
         branch_gain: gain of the norm of what a branch adds; None for a norm of what it
             reads.
+        dropout_rate: of what a branch adds, in training.
     """
 
     num_heads: int
     ffn_factor: int
     branch_gain: float | None
     qk_norm: nn.QkNormName
+    dropout_rate: float
 
     @linen.compact
     def __call__(
-        self, x: Mixed, histories: nn.Histories, most: int | None
+        self, x: Mixed, histories: nn.Histories, most: int | None, *, train: bool
     ) -> tuple[Mixed, nn.Histories]:
         """Returns what goes on, and where its histories lie.
 
         Args:
             most: rows of a history that go on; None for all.
+            train: drop what branches add.
         """
         rows, tokens = x
         (count, dim), length = rows.shape, tokens.shape[1]
@@ -65,11 +68,11 @@ class OneTransLayer(ModelPart, kw_only=True):
         seen = seen.reshape(-1, dim)
         seen = seen[: len(newest[0])], seen[len(newest[0]) :].reshape(x[1].shape)
         kept = nn.distinct_rows(x[0], newest[0]), x[1]
-        z = self._sum("attention_norm", kept, self._mixed("out", dim, seen))
+        z = self._sum("attention_norm", kept, self._mixed("out", dim, seen), train)
         hidden = self._mixed("ffn_in", self.ffn_factor * dim, self._read("ffn_norm", z))
         act = nn.activation(self.activation)
         added = self._mixed("ffn_out", dim, _each(act, hidden))
-        return self._sum("ffn_norm", z, added), newest[1]
+        return self._sum("ffn_norm", z, added, train), newest[1]
 
     @linen.nowrap
     def _qkv(self, x: Mixed, newest: Array, most: int | None) -> list[Array]:
@@ -112,11 +115,12 @@ class OneTransLayer(ModelPart, kw_only=True):
         return x if self.branch_gain else self._norm(name, x)
 
     @linen.nowrap
-    def _sum(self, name: str, x: Mixed, branch: Mixed) -> Mixed:
+    def _sum(self, name: str, x: Mixed, branch: Mixed, train: bool) -> Mixed:
         """Returns x and what a branch adds."""
         if self.branch_gain:
             branch = self._norm(name, branch)
-        return x[0] + branch[0], x[1] + branch[1]
+        drop = functools.partial(nn.Dropout, self.dropout_rate, not train)
+        return x[0] + drop()(branch[0]), x[1] + drop()(branch[1])
 
     @linen.nowrap
     def _norm(self, name: str, x: Mixed) -> Mixed:
@@ -162,10 +166,10 @@ class OneTrans(EventModel):
         tokens = self._tokens(known, self.num_tokens, self.token_mlp, train)
         tokens += features[events.targets][:, None]
         x = nn.distinct_rows(self._items(fields, train) + features, rows), tokens
-        x = _each(self._scaled, x)
+        x = self._begun(x[0], train), self._begun(x[1], train)
         kept = *(self.pyramid or (None,) * (self.num_layers - 1)), 0
         for number, most in enumerate(kept):
-            x, histories = self._layer(number)(x, histories, most)
+            x, histories = self._layer(number)(x, histories, most, train=train)
         return jax.lax.collapse(self._last_norm(x[1], "rms", train), 1)
 
     @linen.nowrap

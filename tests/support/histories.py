@@ -5,7 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen
 
+from loka_jax import nn
 from loka_jax.data import Events
 from tests.support import normal
 from tests.support.nn import listed
@@ -157,6 +159,37 @@ def assert_follows(equations, model, changed=lambda given: given):
         ahead, behind = (reference({name: change}, size) for size in (1e-6, -1e-6))
         slope = np.sum(weights[REAL] * (ahead - behind)) / 2e-6
         np.testing.assert_allclose(found, slope, rtol=2e-3, atol=2e-3, err_msg=name)
+
+
+def assert_drops_in_training(model, recorded):
+    """Asserts that dropout is drawn in training alone, by the rates of its places.
+
+    Args:
+        recorded: the rates of the `nn.Dropout` of a pass, in order.
+    """
+    model = model.clone(input_dropout_rate=0.125, layer_dropout_rate=0.25)
+    args, rates = inputs(), []
+    params = initialized(model, *args)
+
+    def record(call, given, kwargs, context):
+        module = context.module
+        if isinstance(module, nn.Dropout) and not module.deterministic:
+            rates.append(module.rate)
+        return call(*given, **kwargs)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(train, params, *args):
+        rngs = {"dropout": jax.random.key(1)}
+        with linen.intercept_methods(record):
+            return model.apply({"params": params}, *args, train=train, rngs=rngs)
+
+    plain = run(False, params, *args)
+    assert rates == []
+    expected = apply(model, params, *args)
+    np.testing.assert_allclose(plain, expected, rtol=1e-5, atol=1e-5)
+    dropped = run(True, params, *args)
+    assert rates == recorded
+    assert np.all(np.asarray(dropped)[REAL] != np.asarray(plain)[REAL])
 
 
 def assert_candidates_are_alone(model):

@@ -86,7 +86,7 @@ def test_mlps_drop_at_their_rates_in_training_only(name):
     variables, found = initialized(model, *inputs()), {}
 
     def record(call, args, kwargs, context):
-        if isinstance(context.module, linen.Dropout):
+        if isinstance(context.module, nn.Dropout):
             found["/".join(context.module.path[:-1])] = context.module.rate
         return call(*args, **kwargs)
 

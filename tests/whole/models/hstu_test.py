@@ -40,6 +40,7 @@ from tests.support.histories import (
     P,
     apply,
     assert_candidates_are_alone,
+    assert_drops_in_training,
     assert_fog_keeps_sites,
     assert_later_rows_change_nothing,
     bounded,
@@ -163,6 +164,10 @@ def test_sequences_of_targets_are_not_truncated():
 
 def test_among_targets_a_later_row_changes_no_earlier_logit():
     assert_later_rows_change_nothing(MODEL)
+
+
+def test_rows_are_dropped_in_training_only():
+    assert_drops_in_training(MODEL, [0.125])
 
 
 def test_fog_keeps_the_sites():

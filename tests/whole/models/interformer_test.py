@@ -13,6 +13,7 @@ from tests.support.histories import (
     C,
     P,
     apply,
+    assert_drops_in_training,
     assert_fog_keeps_sites,
     assert_follows,
     bounded,
@@ -241,6 +242,10 @@ def test_events_that_are_all_targets_are_refused():
     args = (*args[:2], args[2]._replace(candidates=None))
     with pytest.raises(ValueError, match="--data.targets last"):
         jax.eval_shape(MODEL.init, jax.random.key(0), *args)
+
+
+def test_rows_are_dropped_in_training_only():
+    assert_drops_in_training(MODEL, [0.125] * 2 + [0.25] * 8)
 
 
 def test_fog_keeps_the_sites():

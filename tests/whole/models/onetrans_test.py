@@ -12,6 +12,7 @@ from tests.support.histories import (
     C,
     P,
     assert_candidates_are_alone,
+    assert_drops_in_training,
     assert_fog_keeps_sites,
     assert_follows,
     assert_later_rows_change_nothing,
@@ -137,6 +138,10 @@ def test_sizes_that_do_not_fit_are_refused():
     args = (*args[:2], args[2]._replace(candidates=None))
     with pytest.raises(ValueError, match="--data.targets last"):
         jax.eval_shape(MODEL.clone(pyramid=(3,)).init, jax.random.key(0), *args)
+
+
+def test_rows_are_dropped_in_training_only():
+    assert_drops_in_training(MODEL, [0.125] * 2 + [0.25] * 8)
 
 
 def test_fog_keeps_the_sites():
