@@ -94,10 +94,9 @@ def gated_norms() -> list[Case]:
         y = gated_norm.gated_norm(*operands, epsilon=epsilon)
         return y, *gated_norm.gated_norm_backward(dy, *operands, epsilon=epsilon)
 
-    def theirs(dy, *operands):
-        *floats, dropout = operands
-        run = functools.partial(gated_norm_ops.gated_norm, implementation="xla")
-        y, pull = jax.vjp(lambda *x: run(*x, dropout), *floats)
+    def theirs(dy, u, x, vectors, dropout):
+        run = functools.partial(gated_norm_ops.gated_norm, dropout=dropout)
+        y, pull = jax.vjp(functools.partial(run, implementation="xla"), u, x, vectors)
         return y, *pull(dy)
 
     return [

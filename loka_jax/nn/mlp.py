@@ -180,6 +180,7 @@ class Mlp(linen.Module):
             elif i not in apart:
                 out = self._site(i, plan, group)(out)
                 if drops:
+                    assert not isinstance(out, Activations)
                     out = Dropout(self.dropout_rate)(out)
         assert not isinstance(out, Activations)
         return out

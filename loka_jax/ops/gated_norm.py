@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from loka_jax import triton
 from loka_jax.mapped import equally_varying
@@ -54,18 +53,24 @@ def gated_norm(
             f"those of x, {x.dtype.name} {x.shape}."
         )
     provider = triton.chosen(implementation, _triton.why_not(x), "gated_norm")
-    leaves, tree = jax.tree.flatten((u, x, vectors, dropout))
+    words, rate = (None, 0.0) if dropout is None else (dropout.words, dropout.rate)
+    leaves, tree = jax.tree.flatten((u, x, vectors, words))
     operands = jax.tree.unflatten(tree, equally_varying(*leaves))
-    return _run(_Static(provider, _NORM.epsilon), *operands)
+    return _run(_Static(provider, _NORM.epsilon, rate), *operands)
 
 
 class _Static(NamedTuple):
     provider: triton.Implementation
     epsilon: float
+    rate: float
+
+    def dropout(self, words: UInt32[Array, "2"] | None) -> Dropout | None:
+        return None if words is None else Dropout(words, self.rate)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(static: _Static, u, x, vectors, dropout):
+def _run(static: _Static, u, x, vectors, words):
+    dropout = static.dropout(words)
     if static.provider == "triton":
         return _triton.gated_norm(u, x, vectors, dropout, epsilon=static.epsilon)
     return _by_xla(u, x, vectors, dropout)
@@ -84,15 +89,14 @@ def _forward(static: _Static, *operands):
 
 
 def _backward(static: _Static, operands, dy):
-    *floats, dropout = operands
+    u, x, vectors, words = operands
+    dropout = static.dropout(words)
     if static.provider == "triton":
         run = functools.partial(_triton.gated_norm_backward, epsilon=static.epsilon)
-        gradients = run(dy, *operands)
-    else:
-        gradients = jax.vjp(lambda *x: _by_xla(*x, dropout), *floats)[1](dy)
-    # Integers have gradients of a type of their own.
-    none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), dropout)
-    return *gradients, none
+        return *run(dy, u, x, vectors, dropout), None
+    run = functools.partial(_by_xla, dropout=dropout)
+    _, pull = jax.vjp(run, u, x, vectors)
+    return *pull(dy), None
 
 
 _run.defvjp(_forward, _backward)

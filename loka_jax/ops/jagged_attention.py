@@ -250,18 +250,20 @@ def _gradients(static: _Static, rows: Qkv, du, gradient, visible) -> Qkv:
         return Qkv.of(dq, dk, dv)
     from loka_jax.pallas import jagged_attention as kernel
 
-    run = lambda *x: kernel.gradients(*x[:3], into=x[3], **static.how)  # noqa: E731
+    def run(rows, gradient, visible, du):
+        return kernel.gradients(rows, gradient, visible, into=du, **static.how)
+
     return by_kernel(run, rows, gradient, visible, du)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(static: _Static, rows: Qkv, visible: Visibility) -> Any:
-    parts = rows.parts()
-    dtype = rows.arrays[0].dtype
+    q, k, v = rows.parts()
     if static.plan.is_fp8:
-        parts = [Heads.of(fp8.saturate(x.alone(), fp8.E4M3)) for x in parts]
-    whole = rows.arrays[0] if rows.is_joined else None
-    return whole, _forward(static, *parts, visible).astype(dtype)
+        q, k, v = (Heads.of(fp8.saturate(x.alone(), fp8.E4M3)) for x in (q, k, v))
+    first, *_ = rows.arrays
+    whole = first if rows.is_joined else None
+    return whole, _forward(static, q, k, v, visible).astype(first.dtype)
 
 
 def _attention_fwd(static: _Static, rows: Qkv, visible):

@@ -81,7 +81,7 @@ def gated_norm(
 
 
 def gated_norm_backward(
-    dy: Float[Array, "C 3*n"],
+    dy: Float[Array, "C _"],
     u: Float[Array, "C _"],
     x: Float[Array, "C n"],
     vectors: NormVectors = NO_VECTORS,
