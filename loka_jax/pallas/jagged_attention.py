@@ -100,11 +100,7 @@ def gradients(
     numbers = scale, max_length, None, bool(interpret)
     operands = *rows.parts(), Heads.of(gradient)
     layouts = layouts_of((BY_QUERY, BY_KEY), operands, *numbers)
-    if into is None:
-        out = jax.tree.map(lambda x: lax.empty(x.shape, BF16), rows)
-    else:
-        out = dataclasses.replace(rows, arrays=(into,))
-    return _gradients(layouts, (rows, gradient, out, visible), interpret)
+    return _gradients(layouts, (rows, gradient, into, visible), interpret)
 
 
 @tiles.lowered_once
@@ -122,7 +118,11 @@ def _attend(layout: LaunchLayout, inputs, interpret):
 @tiles.lowered_once
 def _gradients(layouts: tuple[LaunchLayout, ...], inputs, interpret):
     count, layouts = layouts[0].rows, in_whole_tiles(layouts)
-    rows, gradient, out, visible = _padded(inputs, count, layouts[0].rows)
+    rows, gradient, into, visible = _padded(inputs, count, layouts[0].rows)
+    if into is None:
+        out = jax.tree.map(lambda x: lax.empty(x.shape, BF16), rows)
+    else:
+        out = dataclasses.replace(rows, arrays=(into,))
     refs = jax.tree.map(jax.new_ref, out)
     (q, k, v), (dq, dk, dv) = rows.parts(), refs.parts()
     by_query, by_key = (q, Heads.of(gradient)), (k, v)
