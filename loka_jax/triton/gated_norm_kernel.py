@@ -8,7 +8,7 @@ import triton.language as tl
 
 from loka_jax.triton.jit import jit
 from loka_jax.triton.norm_tail_kernel import activated, slope
-from loka_jax.triton.unbiased_kernel import uniform
+from loka_jax.triton.unbiased_kernel import dropped
 
 
 @jit
@@ -77,10 +77,7 @@ def _affine(xhat, vectors, of):
 @jit
 def _drop(v, dropout, part: tl.constexpr, row, of):
     """Returns a tile of a part of y, or of its gradient, without what is dropped."""
-    if dropout is not None:
-        u = uniform(dropout.words.at, row, _columns(of) + part * of.n)
-        v = tl.where(u < dropout.rate, 0.0, v * (1.0 / (1.0 - dropout.rate)))
-    return v
+    return dropped(v, dropout, row, _columns(of) + part * of.n)
 
 
 @jit

@@ -18,7 +18,7 @@ from loka_jax.triton.tail_kernel import (
     store_row_sums,
     write,
 )
-from loka_jax.triton.unbiased_kernel import uniform
+from loka_jax.triton.unbiased_kernel import dropped
 
 _GELU_FACTOR = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 _GELU_CUBIC = tl.constexpr(0.044715)
@@ -190,12 +190,9 @@ def _argument(v, given, row, column, of):
 
 @jit
 def _drop(y, dropout, row, column, of):
-    if dropout is not None:
-        rows = row + tl.arange(0, of.block_m)
-        columns = (column + tl.arange(0, of.block_n))[None, :]
-        u = uniform(dropout.words.at, rows, columns)
-        y = tl.where(u < dropout.rate, 0.0, y * (1.0 / (1.0 - dropout.rate)))
-    return y
+    rows = row + tl.arange(0, of.block_m)
+    columns = (column + tl.arange(0, of.block_n))[None, :]
+    return dropped(y, dropout, rows, columns)
 
 
 @jit

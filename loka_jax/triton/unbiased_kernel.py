@@ -29,6 +29,15 @@ def uniform(words, number, lane):
 
 
 @jit
+def dropped(x, dropout, rows, columns):
+    """Returns a tile [N, D] of rows [N] and columns [1, D] after dropout, if any."""
+    if dropout is not None:
+        u = uniform(dropout.words.at, rows, columns)
+        x = tl.where(u < dropout.rate, 0.0, x * (1.0 / (1.0 - dropout.rate)))
+    return x
+
+
+@jit
 def to_int8(x, u):
     """Returns the codes of finite values of at most 127, as uint8."""
     size = tl.abs(x)

@@ -174,8 +174,8 @@ MISTAKES = [
     Mistake(
         "the parts of a gated norm drop the same columns",
         "loka_jax/triton/gated_norm_kernel.py",
-        "_columns(of) + part * of.n)",
-        "_columns(of))",
+        "row, _columns(of) + part * of.n)",
+        "row, _columns(of))",
         "whole/ops/gated_norm_test.py",
     ),
     Mistake(
