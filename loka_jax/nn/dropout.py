@@ -14,7 +14,7 @@ class Dropout(linen.Module):
 
     Flax draws 32 bits of Threefry for each element, which on a GPU takes several times
     as long as reading and writing it. Here a hash of words of the step, row and column
-    decides (`unbiased.uniform`), in a tenth of the instructions.
+    decides (`unbiased.uniform`), in a few instructions.
 
     Attributes:
         rate: the share, at least 0 and below 1.
@@ -27,10 +27,15 @@ class Dropout(linen.Module):
     @linen.compact
     def __call__(self, x: Float[Array, "*rows n"]) -> Float[Array, "*rows n"]:
         """Returns x after dropout, in its dtype. Training needs the rng "dropout"."""
-        if self.deterministic or not self.rate:
+        dropout = None if self.deterministic else dropout_of(self, self.rate)
+        if dropout is None:
             return x
-        dropout = tails.Dropout(dropout_words(self, 1)[0], self.rate)
         return dropped(x.reshape(-1, x.shape[-1]), dropout).reshape(x.shape)
+
+
+def dropout_of(module: linen.Module, rate: float) -> tails.Dropout | None:
+    """Returns the dropout of a result, of a module's rng; None for a rate of 0."""
+    return tails.Dropout(dropout_words(module, 1)[0], rate) if rate else None
 
 
 def dropout_words(module: linen.Module, count: int) -> UInt32[Array, "{count} 2"]:

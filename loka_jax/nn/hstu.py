@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32
 from loka_jax import jagged
 from loka_jax.heads import Qkv
 from loka_jax.jagged import Rule
-from loka_jax.nn.dropout import dropout_words
+from loka_jax.nn.dropout import dropout_of
 from loka_jax.nn.jagged_attention import JaggedAttention
 from loka_jax.nn.norm_dense import NormParameters
 from loka_jax.nn.norms import QkNorm, QkNormName, normalize
@@ -21,7 +21,6 @@ from loka_jax.normed import NormVectors
 from loka_jax.ops.distinct_rows import distinct_rows
 from loka_jax.ops.gated_norm import gated_norm
 from loka_jax.recipe import Recipe
-from loka_jax.tails import Dropout
 
 
 def newest_rows(
@@ -143,9 +142,7 @@ class HstuLayer(linen.Module):
         """Returns what `out` reads, of rows that begin with U."""
         norm = NormParameters("layer", name="attention_norm")
         vectors = NormVectors(None, *norm(attended.shape[1]))
-        dropout, rate = None, self.dropout_rate
-        if train and rate:
-            dropout = Dropout(dropout_words(self, 1)[0], rate)
+        dropout = dropout_of(self, self.dropout_rate) if train else None
         provider = "xla" if self.implementation == "xla" else None
         return gated_norm(u, attended, vectors, dropout, implementation=provider)
 
