@@ -55,10 +55,13 @@ def test_scores_are_the_evaluations_without_the_files_it_was_trained_on(trained)
 
 
 def test_sigterm_leaves_no_file(trained, tmp_path):
-    """Neither the scores nor what was to become them."""
-    write(tmp_path / "new.csv", rows(100_000))
+    """Neither the scores nor what was to become them, on a disk that hangs."""
+    write(tmp_path / "new.csv", rows(100))
     options = ["--data.path", tmp_path / "new.csv", "--out", tmp_path / "s.parquet"]
-    command = [sys.executable, predict.__file__, "--workdir", trained.workdir, *options]
+    hangs = "import os, time; os.fsync = lambda file: time.sleep(600)"
+    run = f"import runpy; runpy.run_path({predict.__file__!r}, run_name='__main__')"
+    command = [sys.executable, "-c", f"{hangs}; {run}"]
+    command += ["--workdir", trained.workdir, *options]
     ended = signalled(command, signal.SIGTERM, tmp_path, ".s.parquet.*")
     assert ended == (143, "")
     assert [path.name for path in tmp_path.iterdir()] == ["new.csv"]
